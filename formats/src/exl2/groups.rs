@@ -1,0 +1,144 @@
+//! `q_groups`: the width and the rows of each group (SPEC §2).
+
+use super::{Bits, Error, MAX_ROWS, ROW_UNIT};
+use serde::{Deserialize, Serialize};
+
+/// A run of packed rows that share a width and a row of scales.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Group {
+    /// Width of its codes.
+    pub bits: Bits,
+    /// Its rows, a multiple of 32.
+    pub rows: usize,
+}
+
+impl Group {
+    /// Words a column that hold the group's codes.
+    pub fn words(&self) -> usize {
+        self.rows * self.bits.get() as usize / 32
+    }
+}
+
+/// The groups of a matrix in packed order, widths never rising.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub struct GroupTable(Vec<Group>);
+
+impl GroupTable {
+    /// Checks groups that are to be written.
+    ///
+    /// # Errors
+    /// [`Error::OddGroups`] without a group, [`Error::GroupRows`], [`Error::RisingWidth`],
+    /// [`Error::Size`] above 65536 rows, [`Error::Offset`] when an offset doesn't fit 15 bits.
+    pub fn new(groups: Vec<Group>) -> Result<Self, Error> {
+        if groups.is_empty() {
+            return Err(Error::OddGroups { found: 0 });
+        }
+        let mut offset = 0;
+        for (i, group) in groups.iter().enumerate() {
+            if group.rows == 0 || group.rows % ROW_UNIT != 0 {
+                let (bits, words) = (group.bits.get(), group.words());
+                return Err(Error::GroupRows { group: i, bits, words });
+            }
+            if i > 0 && group.bits > groups[i - 1].bits {
+                let (found, before) = (group.bits.get(), groups[i - 1].bits.get());
+                return Err(Error::RisingWidth { group: i, found, before });
+            }
+            if offset > i16::MAX as usize {
+                return Err(Error::Offset {
+                    group: i,
+                    found: offset as i32,
+                    expected: "at most 32767".into(),
+                });
+            }
+            offset += group.words();
+        }
+        let table = Self(groups);
+        check_rows(table.rows())?;
+        Ok(table)
+    }
+
+    /// Reads `q_groups` (pairs of width and first word row) for a `q_weight` of `word_rows` rows.
+    ///
+    /// # Errors
+    /// All of SPEC §6 that concern `q_groups`.
+    pub fn parse(q_groups: &[i16], word_rows: usize) -> Result<Self, Error> {
+        if q_groups.is_empty() || q_groups.len() % 2 != 0 {
+            return Err(Error::OddGroups { found: q_groups.len() });
+        }
+        let count = q_groups.len() / 2;
+        let mut groups = Vec::with_capacity(count);
+        for i in 0..count {
+            let (width, offset) = (q_groups[2 * i], q_groups[2 * i + 1]);
+            let bits = u32::try_from(width)
+                .ok()
+                .and_then(|width| Bits::try_from(width).ok())
+                .ok_or(Error::Bits { group: Some(i), found: i32::from(width) })?;
+            let end = if i + 1 < count { i64::from(q_groups[2 * i + 3]) } else { word_rows as i64 };
+            if i == 0 && offset != 0 {
+                return Err(Error::Offset { group: 0, found: i32::from(offset), expected: "0".into() });
+            }
+            if end <= i64::from(offset) {
+                let (group, found, expected) = if i + 1 < count {
+                    (i + 1, end as i32, format!("above {offset}"))
+                } else {
+                    (i, i32::from(offset), format!("below q_weight's {word_rows} rows"))
+                };
+                return Err(Error::Offset { group, found, expected });
+            }
+            let words = (end - i64::from(offset)) as usize;
+            if words % bits.get() as usize != 0 {
+                return Err(Error::GroupRows { group: i, bits: bits.get(), words });
+            }
+            groups.push(Group { bits, rows: words * 32 / bits.get() as usize });
+        }
+        Self::new(groups)
+    }
+
+    /// `q_groups` as stored.
+    pub fn to_q_groups(&self) -> Vec<i16> {
+        let mut offset = 0;
+        let mut q_groups = Vec::with_capacity(2 * self.0.len());
+        for group in &self.0 {
+            q_groups.extend([group.bits.get() as i16, offset as i16]);
+            offset += group.words();
+        }
+        q_groups
+    }
+
+    /// The groups in packed order.
+    pub fn groups(&self) -> &[Group] {
+        &self.0
+    }
+
+    /// Rows of all groups: k.
+    pub fn rows(&self) -> usize {
+        self.0.iter().map(|g| g.rows).sum()
+    }
+
+    /// Rows of `q_weight`: words a column.
+    pub fn word_rows(&self) -> usize {
+        self.0.iter().map(Group::words).sum()
+    }
+
+    /// Bits that the five tensors of a matrix with `out_features` columns take (SPEC §5).
+    pub fn stored_bits(&self, out_features: usize) -> u64 {
+        let (words, groups, n) = (self.word_rows() as u64, self.0.len() as u64, out_features as u64);
+        32 * words * n + (4 * n + 16 + 32) * groups + 32 * self.rows() as u64
+    }
+}
+
+pub(crate) fn check_rows(rows: usize) -> Result<(), Error> {
+    if rows > MAX_ROWS {
+        return Err(Error::Size { axis: "in_features", found: rows, expected: "at most 65536 rows" });
+    }
+    Ok(())
+}
+
+pub(crate) fn check_columns(columns: usize) -> Result<(), Error> {
+    if columns == 0 || columns % ROW_UNIT != 0 {
+        let expected = "a multiple of 32 columns, padded where the model has fewer";
+        return Err(Error::Size { axis: "out_features", found: columns, expected });
+    }
+    Ok(())
+}

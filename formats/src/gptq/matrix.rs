@@ -1,0 +1,114 @@
+//! A GPTQ weight unpacked: the integers, scales and group index, and their decoding (SPEC §5).
+
+use super::{Error, GIdx, Shape, expect_len};
+use half::{bf16, f16, slice::HalfFloatSliceExt};
+
+/// An unpacked GPTQ weight: `w[i, j] = scales[g, j] · (codes[i, j] − zeros[g, j])` with `g` the row's group.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Matrix {
+    shape: Shape,
+    codes: Vec<u8>,
+    zeros: Vec<u16>,
+    scales: Vec<f32>,
+    g_idx: GIdx,
+}
+
+impl Matrix {
+    /// Puts a matrix together. `codes` is `[k, n]`, `zeros` and `scales` are `[groups, n]`; scales of any
+    /// float type are exact as `f32`.
+    ///
+    /// # Errors
+    /// [`Error::Length`], [`Error::GIdxLength`] when sizes disagree, [`Error::Scale`] for a scale that is
+    /// NaN or infinite.
+    pub fn new(
+        shape: Shape,
+        codes: Vec<u8>,
+        zeros: Vec<u16>,
+        scales: Vec<f32>,
+        g_idx: GIdx,
+    ) -> Result<Self, Error> {
+        expect_len("codes", codes.len(), [shape.in_features, shape.out_features])?;
+        expect_len("zeros", zeros.len(), shape.scales())?;
+        expect_len("scales", scales.len(), shape.scales())?;
+        check_scales(&shape, &scales)?;
+        if g_idx.groups().len() != shape.in_features {
+            return Err(Error::GIdxLength { found: g_idx.groups().len(), expected: shape.in_features });
+        }
+        if let Some(position) = g_idx.groups().iter().position(|&g| g as usize >= shape.groups) {
+            let found = i64::from(g_idx.groups()[position]);
+            return Err(Error::GroupIndex { position, found, groups: shape.groups });
+        }
+        Ok(Self { shape, codes, zeros, scales, g_idx })
+    }
+
+    /// Sizes and width.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// Codes `[k, n]`, rows in the model's order.
+    pub fn codes(&self) -> &[u8] {
+        &self.codes
+    }
+
+    /// Zero points `[groups, n]`.
+    pub fn zeros(&self) -> &[u16] {
+        &self.zeros
+    }
+
+    /// Scales `[groups, n]`.
+    pub fn scales(&self) -> &[f32] {
+        &self.scales
+    }
+
+    /// Group of each row.
+    pub fn g_idx(&self) -> &GIdx {
+        &self.g_idx
+    }
+
+    /// The weights `[k, n]`, the product exact in fp32 and rounded once to fp16 (SPEC §5.1).
+    pub fn dequantize(&self) -> Vec<f16> {
+        let mut weights = vec![f16::ZERO; self.codes.len()];
+        self.each_row(|row, values| {
+            weights[row * values.len()..][..values.len()].convert_from_f32_slice(values);
+        });
+        weights
+    }
+
+    /// The weights `[k, n]`, the product exact in fp32 and rounded once to bf16 (SPEC §5.1).
+    pub fn dequantize_bf16(&self) -> Vec<bf16> {
+        let mut weights = vec![bf16::ZERO; self.codes.len()];
+        self.each_row(|row, values| {
+            weights[row * values.len()..][..values.len()].convert_from_f32_slice(values);
+        });
+        weights
+    }
+
+    fn each_row(&self, mut give: impl FnMut(usize, &[f32])) {
+        let n = self.shape.out_features;
+        let mut values = vec![0.0f32; n];
+        for (row, codes) in self.codes.chunks_exact(n).enumerate() {
+            let group = self.g_idx.groups()[row] as usize * n;
+            let (zeros, scales) = (&self.zeros[group..][..n], &self.scales[group..][..n]);
+            for (((value, &code), &zero), &scale) in values.iter_mut().zip(codes).zip(zeros).zip(scales) {
+                *value = scale * f32::from(i16::from(code) - zero as i16);
+            }
+            give(row, &values);
+        }
+    }
+}
+
+/// Checks that every scale `[groups, n]` is finite.
+///
+/// # Errors
+/// [`Error::Scale`] for the first that is not.
+pub fn check_scales(shape: &Shape, scales: &[f32]) -> Result<(), Error> {
+    match scales.iter().position(|s| !s.is_finite()) {
+        None => Ok(()),
+        Some(i) => Err(Error::Scale {
+            group: i / shape.out_features,
+            column: i % shape.out_features,
+            found: scales[i],
+        }),
+    }
+}

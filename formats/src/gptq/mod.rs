@@ -1,0 +1,150 @@
+#![doc = include_str!("SPEC.md")]
+
+mod error;
+mod g_idx;
+mod matrix;
+mod zeros;
+
+pub use error::Error;
+pub use g_idx::{GIdx, GIdxKind};
+pub use matrix::{Matrix, check_scales};
+pub use zeros::{ZeroConvention, ZeroEncoding, ZeroSurvey, decode_zeros, encode_zeros, survey_zeros};
+
+use crate::bitstream;
+use serde::Serialize;
+
+/// Width of a code: 2, 3, 4 or 8 bits (SPEC §1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(into = "u32")]
+pub struct Bits(u8);
+
+impl Bits {
+    /// Every width of the format.
+    pub const ALL: [Bits; 4] = [Bits(2), Bits(3), Bits(4), Bits(8)];
+
+    /// The width as a number of bits.
+    pub const fn get(self) -> u32 {
+        self.0 as u32
+    }
+
+    /// The largest code, `2^bits − 1`.
+    pub const fn max_code(self) -> u32 {
+        (1 << self.0) - 1
+    }
+
+    /// The zero point of a symmetric module, `2^(bits − 1)`.
+    pub const fn symmetric_zero(self) -> u16 {
+        1 << (self.0 - 1)
+    }
+}
+
+impl TryFrom<u32> for Bits {
+    type Error = Error;
+
+    fn try_from(bits: u32) -> Result<Self, Error> {
+        Bits::ALL.into_iter().find(|b| b.get() == bits).ok_or(Error::Bits { found: bits })
+    }
+}
+
+impl From<Bits> for u32 {
+    fn from(bits: Bits) -> u32 {
+        bits.get()
+    }
+}
+
+/// The sizes that all tensors of a module must agree on (SPEC §1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Shape {
+    /// k, rows of the weight.
+    pub in_features: usize,
+    /// n, columns of the weight.
+    pub out_features: usize,
+    /// Width of a code.
+    pub bits: Bits,
+    /// Rows of `scales` and `qzeros`.
+    pub groups: usize,
+}
+
+impl Shape {
+    /// `[rows, columns]` of `qweight`, in words.
+    pub fn qweight(&self) -> [usize; 2] {
+        [bitstream::words_for(self.in_features, self.bits.get()), self.out_features]
+    }
+
+    /// `[rows, columns]` of `qzeros`, in words.
+    pub fn qzeros(&self) -> [usize; 2] {
+        [self.groups, bitstream::words_for(self.out_features, self.bits.get())]
+    }
+
+    /// `[rows, columns]` of `scales`.
+    pub fn scales(&self) -> [usize; 2] {
+        [self.groups, self.out_features]
+    }
+
+    /// The only shape that fits the tensors' dimensions (SPEC §1.4).
+    ///
+    /// `qweight`, `qzeros` and `scales` are `[rows, columns]`; `in_features` is needed because the last
+    /// word of a column can be partly filled.
+    ///
+    /// # Errors
+    /// [`Error::NoWidthFits`] when no width explains the word counts, [`Error::Dimensions`] when the
+    /// tensors disagree on columns or groups.
+    pub fn from_dimensions(
+        in_features: usize,
+        qweight: [usize; 2],
+        qzeros: [usize; 2],
+        scales: [usize; 2],
+    ) -> Result<Self, Error> {
+        let [groups, out_features] = scales;
+        if qweight[1] != out_features {
+            return Err(Error::Dimensions {
+                tensor: "qweight",
+                found: qweight,
+                axis: 1,
+                expected: out_features,
+            });
+        }
+        if qzeros[0] != groups {
+            return Err(Error::Dimensions { tensor: "qzeros", found: qzeros, axis: 0, expected: groups });
+        }
+        if groups == 0 || out_features == 0 || in_features == 0 || groups > in_features {
+            return Err(Error::Dimensions { tensor: "scales", found: scales, axis: 0, expected: 1 });
+        }
+        Bits::ALL
+            .into_iter()
+            .map(|bits| Shape { in_features, out_features, bits, groups })
+            .find(|shape| shape.qweight() == qweight && shape.qzeros() == qzeros)
+            .ok_or(Error::NoWidthFits { in_features, out_features, qweight, qzeros })
+    }
+}
+
+/// Unpacks `qweight` into codes `[k, n]` (SPEC §2).
+///
+/// # Errors
+/// [`Error::Length`] when `qweight` does not have the words that `shape` asks for.
+pub fn unpack_codes(shape: &Shape, qweight: &[u32]) -> Result<Vec<u8>, Error> {
+    expect_len("qweight", qweight.len(), shape.qweight())?;
+    let mut codes = vec![0; shape.in_features * shape.out_features];
+    bitstream::unpack_rows(qweight, shape.out_features, shape.bits.get(), &mut codes);
+    Ok(codes)
+}
+
+/// Packs codes `[k, n]` into `qweight` (SPEC §2), the inverse of [`unpack_codes`].
+///
+/// # Errors
+/// [`Error::Length`] for a wrong number of codes, [`Error::Code`] for one that does not fit the width.
+pub fn pack_codes(shape: &Shape, codes: &[u8]) -> Result<Vec<u32>, Error> {
+    expect_len("codes", codes.len(), [shape.in_features, shape.out_features])?;
+    if let Some(position) = codes.iter().position(|&c| u32::from(c) > shape.bits.max_code()) {
+        return Err(Error::Code { position, found: codes[position], bits: shape.bits });
+    }
+    let [rows, n] = shape.qweight();
+    let mut words = vec![0; rows * n];
+    bitstream::pack_rows(codes, n, shape.bits.get(), &mut words);
+    Ok(words)
+}
+
+pub(crate) fn expect_len(tensor: &'static str, found: usize, shape: [usize; 2]) -> Result<(), Error> {
+    let expected = shape[0] * shape[1];
+    if found == expected { Ok(()) } else { Err(Error::Length { tensor, found, expected }) }
+}

@@ -1,0 +1,1 @@
+//! Operations on packed weights (being written).

@@ -1,0 +1,18 @@
+//! requant converts quantized checkpoints between layouts and measures what that did.
+//!
+//! Data flows one way: [`Checkpoint::open`](checkpoint::Checkpoint::open), a plan, conversion a module at a
+//! time, output. Everything the command line does, a program can do with these types.
+
+pub mod arch;
+pub mod checkpoint;
+pub mod error;
+pub mod output;
+pub mod plan;
+pub mod progress;
+pub mod quantize;
+pub mod warning;
+
+pub use checkpoint::Checkpoint;
+pub use error::{Diagnose, Error, Kind};
+pub use requant_formats as formats;
+pub use warning::{Warning, WarningCode};

@@ -1,0 +1,3 @@
+//! The `requant` binary.
+
+fn main() {}
