@@ -1,0 +1,148 @@
+//! The sizes that `config.json` gives.
+
+use super::{Architecture, MlpKind};
+use serde_json::{Map, Value};
+
+/// Sizes of a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Dims {
+    /// `hidden_size`.
+    pub hidden: usize,
+    /// `intermediate_size`.
+    pub intermediate: usize,
+    /// `num_attention_heads`.
+    pub heads: usize,
+    /// `num_key_value_heads`; `heads` where absent.
+    pub kv_heads: usize,
+    /// `head_dim`; `hidden / heads` where absent.
+    pub head_dim: usize,
+    /// `num_hidden_layers`.
+    pub layers: usize,
+    /// `vocab_size`.
+    pub vocab: usize,
+    /// `num_local_experts` or `num_experts`, in a mixture of experts.
+    pub experts: Option<usize>,
+    /// `moe_intermediate_size`; `intermediate_size` where absent.
+    pub expert_intermediate: usize,
+    /// Blocks of a mixture of experts that have one plain MLP (`mlp_only_layers`, `decoder_sparse_step`).
+    pub plain_layers: Vec<usize>,
+    /// `attention_bias`.
+    pub attention_bias: bool,
+    /// `mlp_bias`.
+    pub mlp_bias: bool,
+    /// `tie_word_embeddings`.
+    pub tied: bool,
+}
+
+/// A key of `config.json` that is missing or makes no sense.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[error("config.json: {key} is {}: {expected}", .found.as_ref().map_or("missing".into(), Value::to_string))]
+pub struct Error {
+    /// The key.
+    pub key: &'static str,
+    /// Its value, if it is there.
+    pub found: Option<Value>,
+    /// In words: what it should be.
+    pub expected: &'static str,
+}
+
+/// No real model has more of anything; keeps products of two sizes far from overflow.
+const LARGEST: u64 = 1 << 28;
+
+impl Dims {
+    /// Reads the sizes.
+    ///
+    /// # Errors
+    /// Names the first key that is missing or isn't a positive integer.
+    pub fn read(arch: &Architecture, config: &Map<String, Value>) -> Result<Self, Error> {
+        let keys = Keys(config);
+        let (hidden, heads) = (keys.size("hidden_size")?, keys.size("num_attention_heads")?);
+        let intermediate = keys.size("intermediate_size")?;
+        let head_dim = match keys.optional_size("head_dim")? {
+            Some(head_dim) => head_dim,
+            None if hidden % heads == 0 => hidden / heads,
+            None => {
+                let found = config.get("num_attention_heads").cloned();
+                let expected = "a divisor of hidden_size, as there is no head_dim";
+                return Err(Error { key: "num_attention_heads", found, expected });
+            }
+        };
+        let layers = keys.size("num_hidden_layers")?;
+        let (experts, expert_intermediate, plain_layers) = match arch.mlp {
+            MlpKind::Dense => (None, intermediate, Vec::new()),
+            MlpKind::Experts { .. } => (
+                Some(match keys.optional_size("num_local_experts")? {
+                    Some(experts) => experts,
+                    None => keys.size("num_experts")?,
+                }),
+                keys.optional_size("moe_intermediate_size")?.unwrap_or(intermediate),
+                plain_layers(&keys, layers)?,
+            ),
+        };
+        Ok(Self {
+            hidden,
+            intermediate,
+            heads,
+            kv_heads: keys.optional_size("num_key_value_heads")?.unwrap_or(heads),
+            head_dim,
+            layers,
+            vocab: keys.size("vocab_size")?,
+            experts,
+            expert_intermediate,
+            plain_layers,
+            attention_bias: keys.flag("attention_bias")?,
+            mlp_bias: keys.flag("mlp_bias")?,
+            tied: keys.flag("tie_word_embeddings")?,
+        })
+    }
+
+    /// Experts of a block; `None` where it has one plain MLP.
+    pub fn experts_of(&self, layer: usize) -> Option<usize> {
+        self.experts.filter(|_| !self.plain_layers.contains(&layer))
+    }
+}
+
+/// A block has experts if it isn't listed and `(layer + 1) % decoder_sparse_step == 0`.
+fn plain_layers(keys: &Keys<'_>, layers: usize) -> Result<Vec<usize>, Error> {
+    let step = keys.optional_size("decoder_sparse_step")?.unwrap_or(1);
+    let expected = "a list of layer numbers";
+    let listed = match keys.0.get("mlp_only_layers") {
+        None | Some(Value::Null) => Vec::new(),
+        found @ Some(Value::Array(list)) => list
+            .iter()
+            .map(|v| v.as_u64().ok_or(Error { key: "mlp_only_layers", found: found.cloned(), expected }))
+            .collect::<Result<_, _>>()?,
+        found => return Err(Error { key: "mlp_only_layers", found: found.cloned(), expected }),
+    };
+    Ok((0..layers).filter(|&layer| (layer + 1) % step != 0 || listed.contains(&(layer as u64))).collect())
+}
+
+struct Keys<'a>(&'a Map<String, Value>);
+
+impl Keys<'_> {
+    fn size(&self, key: &'static str) -> Result<usize, Error> {
+        let expected = "a positive integer";
+        self.optional_size(key)?.ok_or(Error { key, found: self.0.get(key).cloned(), expected })
+    }
+
+    fn optional_size(&self, key: &'static str) -> Result<Option<usize>, Error> {
+        match self.0.get(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => match value.as_u64() {
+                Some(size @ 1..=LARGEST) => Ok(Some(size as usize)),
+                _ => {
+                    let expected = "a positive integer below 2^28";
+                    Err(Error { key, found: Some(value.clone()), expected })
+                }
+            },
+        }
+    }
+
+    fn flag(&self, key: &'static str) -> Result<bool, Error> {
+        match self.0.get(key) {
+            None | Some(Value::Null) => Ok(false),
+            Some(Value::Bool(flag)) => Ok(*flag),
+            Some(value) => Err(Error { key, found: Some(value.clone()), expected: "true or false" }),
+        }
+    }
+}
