@@ -9,6 +9,7 @@
 //! at these values and how often each occurs, not at the rows.
 
 mod fit;
+mod half_precision;
 mod panel;
 mod samples;
 mod search;
@@ -17,6 +18,7 @@ mod source;
 mod tests;
 
 pub use fit::{Fit, Quantized, fit_group, fit_group_with, quantize};
+pub use half_precision::{NotFinite, Rounding, to_half};
 pub use samples::Samples;
 pub use search::Search;
 pub use source::{Cut, RowOrder, Source};

@@ -1,5 +1,6 @@
 //! A module's weights, with its rows in the order in which they are grouped.
 
+use half::slice::HalfFloatSliceExt;
 use requant_formats::exl2::ROW_UNIT;
 use requant_formats::{Permutation, gptq};
 use std::ops::Range;
@@ -64,6 +65,19 @@ impl Source {
     /// n.
     pub fn out_features(&self) -> usize {
         self.n
+    }
+
+    /// The weights `[k, n]` in the model's row order, as fp16 where the source is GPTQ.
+    pub fn decoded(&self) -> Vec<f32> {
+        match &self.weights {
+            Weights::Gptq(matrix) => {
+                let halves = matrix.dequantize();
+                let mut floats = vec![0.0; halves.len()];
+                halves.convert_to_f32_slice(&mut floats);
+                floats
+            }
+            Weights::Dense(weights) => weights.clone(),
+        }
     }
 
     /// Bits of the grid that a column's values lie on; `None` for dense weights.
