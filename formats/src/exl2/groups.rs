@@ -37,11 +37,11 @@ impl GroupTable {
         let mut offset = 0;
         for (i, group) in groups.iter().enumerate() {
             let bits = group.bits;
-            if group.rows == 0 || !group.rows.is_multiple_of(ROW_UNIT) {
-                return Err(Error::GroupRows { group: i, bits, words: group.words() });
-            }
             if group.rows > MAX_GROUP_ROWS {
                 return Err(Error::LongGroup { group: i, found: group.rows });
+            }
+            if group.rows == 0 || !group.rows.is_multiple_of(ROW_UNIT) {
+                return Err(Error::GroupRows { group: i, bits, words: group.words() });
             }
             if i > 0 && bits > groups[i - 1].bits {
                 return Err(Error::RisingWidth { group: i, found: bits, before: groups[i - 1].bits });
@@ -66,6 +66,7 @@ impl GroupTable {
             return Err(Error::OddGroups { found: q_groups.len() });
         }
         let count = q_groups.len() / 2;
+        let last_end = i64::try_from(word_rows).unwrap_or(i64::MAX);
         let mut groups = Vec::with_capacity(count);
         for i in 0..count {
             let (width, offset) = (q_groups[2 * i], q_groups[2 * i + 1]);
@@ -73,7 +74,7 @@ impl GroupTable {
                 .ok()
                 .and_then(|width| Bits::try_from(width).ok())
                 .ok_or(Error::Bits { group: Some(i), found: i32::from(width) })?;
-            let end = if i + 1 < count { i64::from(q_groups[2 * i + 3]) } else { word_rows as i64 };
+            let end = if i + 1 < count { i64::from(q_groups[2 * i + 3]) } else { last_end };
             if i == 0 && offset != 0 {
                 let expected = ExpectedOffset::Zero;
                 return Err(Error::Offset { group: 0, found: i32::from(offset), expected });
