@@ -14,16 +14,21 @@
 
 /// Words that hold `codes` codes of `bits` bits.
 pub(crate) fn words_for(codes: usize, bits: u32) -> usize {
-    (codes * bits as usize).div_ceil(32)
+    // In this order no product overflows, whatever the caller's shape says.
+    codes / 32 * bits as usize + (codes % 32 * bits as usize).div_ceil(32)
 }
 
 /// Unpacks one stream a column: `words` is `[words_for(rows, bits), n]`, `codes` becomes `[rows, n]`.
 ///
-/// `bits` is 1 to 8.
+/// `bits` is 1 to 8. The width and the shift are the same along a row, so that the inner loops have no
+/// branches.
 pub(crate) fn unpack_rows(words: &[u32], n: usize, bits: u32, codes: &mut [u8]) {
+    if n == 0 {
+        return;
+    }
     let mask = (1u32 << bits) - 1;
     for (i, row) in codes.chunks_exact_mut(n).enumerate() {
-        let (word, shift) = (i * bits as usize / 32, i as u32 * bits % 32);
+        let (word, shift) = place(i, bits);
         let low = &words[word * n..][..n];
         if shift + bits <= 32 {
             for (code, low) in row.iter_mut().zip(low) {
@@ -42,9 +47,12 @@ pub(crate) fn unpack_rows(words: &[u32], n: usize, bits: u32, codes: &mut [u8]) 
 ///
 /// Only the low `bits` bits of a code are used.
 pub(crate) fn pack_rows(codes: &[u8], n: usize, bits: u32, words: &mut [u32]) {
+    if n == 0 {
+        return;
+    }
     let mask = (1u32 << bits) - 1;
     for (i, row) in codes.chunks_exact(n).enumerate() {
-        let (word, shift) = (i * bits as usize / 32, i as u32 * bits % 32);
+        let (word, shift) = place(i, bits);
         let (low, high) = words[word * n..].split_at_mut(n);
         for (code, low) in row.iter().zip(low) {
             *low |= (u32::from(*code) & mask) << shift;
@@ -65,6 +73,12 @@ pub(crate) fn unpack_row(words: &[u32], bits: u32, codes: &mut [u8]) {
 /// Packs one stream along a slice; `words` must be zero.
 pub(crate) fn pack_row(codes: &[u8], bits: u32, words: &mut [u32]) {
     pack_rows(codes, 1, bits, words);
+}
+
+/// Word and bit at which code `i` starts.
+fn place(i: usize, bits: u32) -> (usize, u32) {
+    let bit = i * bits as usize;
+    (bit / 32, (bit % 32) as u32)
 }
 
 #[cfg(test)]

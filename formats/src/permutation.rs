@@ -12,8 +12,8 @@ pub struct Permutation(Vec<u32>);
 pub struct NotAPermutation {
     /// Index of the offending entry.
     pub position: usize,
-    /// Its value.
-    pub value: i64,
+    /// Its value, as the signed 32-bit integer that files store.
+    pub value: i32,
     /// Whether the value is in range but was seen before.
     pub repeated: bool,
 }
@@ -35,14 +35,14 @@ impl Permutation {
                 Some(seen) if !*seen => *seen = true,
                 found => {
                     let repeated = found.is_some();
-                    return Err(NotAPermutation { position, value: i64::from(value), repeated });
+                    return Err(NotAPermutation { position, value: value as i32, repeated });
                 }
             }
         }
         Ok(Self(map))
     }
 
-    /// Sorts rows by key, stably: entry `j` of the result is the row that stands at place `j`.
+    /// Sorts rows by key, stably: rows with equal keys keep their order. Entry `j` of the result is the row that stands at place `j`.
     pub fn stable_sort_by_key<K: Ord>(len: usize, key: impl Fn(u32) -> K) -> Self {
         let mut order: Vec<u32> = (0..len as u32).collect();
         order.sort_by_key(|&row| key(row));

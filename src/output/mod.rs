@@ -1,15 +1,26 @@
-//! Writes an output directory (being written).
+//! The output directory of a conversion.
+//!
+//! Takes a place for the output, the names, dtypes and shapes of its tensors, their bytes as they are made,
+//! the source's directory and its `config.json`. Gives a directory that is complete or not there: it is
+//! written as `NAME.partial` ([`Staging`]), its tensors go to shards at positions known from the start
+//! ([`ShardPlan`], [`ShardWriter`]), its configuration says what exllamav2 reads ([`exl2_config`]), the other
+//! files of the source follow byte for byte ([`copy_side_files`]).
+//!
+//! Must not know what a tensor means, where it came from or how it was made: nothing here reads a checkpoint
+//! or decides on a layout. The same tensors and limit give the same bytes, in whatever order and from however
+//! many threads they are written.
 
-/// Being written.
-#[derive(Debug, thiserror::Error)]
-#[error("output")]
-pub struct Error;
+mod config;
+mod error;
+mod rope;
+mod shard_plan;
+mod shard_writer;
+mod side_files;
+mod staging;
 
-impl crate::Diagnose for Error {
-    fn code(&self) -> &'static str {
-        "output"
-    }
-    fn kind(&self) -> crate::Kind {
-        crate::Kind::Environment
-    }
-}
+pub use config::{Config, ConfigNote, EXLLAMAV2_VERSION, Exl2Facts, config_json, exl2_config};
+pub use error::{Action, Error};
+pub use shard_plan::{PlannedShard, ShardPlan, TensorSpec};
+pub use shard_writer::{INDEX_FILE, ShardFile, ShardWriter};
+pub use side_files::{SideFiles, SkipReason, Skipped, copy_side_files};
+pub use staging::Staging;

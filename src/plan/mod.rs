@@ -1,1 +1,232 @@
-//! (being written)
+//! What each module becomes.
+//!
+//! Takes an open checkpoint and what the user wants, measures what every option would cost and do, and gives
+//! a [`Plan`]: a decision for each module, what it was chosen from, and the totals. Must not write anything:
+//! `convert` executes a plan, and nothing else decides.
+
+mod choose;
+mod error;
+mod head;
+mod options;
+mod rules;
+mod sets;
+pub mod solve;
+#[cfg(test)]
+mod tests;
+mod totals;
+
+pub use error::Error;
+pub use options::{GROUP_SIZES, ModuleOption, Price};
+pub use rules::WidthRule;
+pub use sets::{BiasDecision, DenseMembers};
+pub use totals::{Objective, Totals};
+
+use crate::arch::{DenseTensor, HEAD};
+use crate::checkpoint::Checkpoint;
+use crate::progress::Observer;
+use crate::quantize::RowOrder;
+use crate::warning::{Warning, WarningCode};
+use options::{Job, Outcome};
+use requant_formats::exl2::{Bits, ROW_UNIT};
+use serde::Serialize;
+
+/// What is wanted of the decoder's linears.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Target {
+    /// At most this many stored bits a weight, widths chosen by measured error.
+    Bpw(f64),
+    /// One width and one group size for all.
+    Uniform {
+        /// Width of every code.
+        bits: Bits,
+        /// Rows of a group, a multiple of 32.
+        group_size: usize,
+    },
+}
+
+/// What a plan is made for.
+#[derive(Clone, Debug)]
+pub struct PlanOptions {
+    /// Widths of the decoder's linears.
+    pub target: Target,
+    /// Width of the output head; `None` keeps it dense.
+    pub head_bits: Option<Bits>,
+    /// What happens to dense members of a set that is otherwise quantized.
+    pub dense_members: DenseMembers,
+    /// Widths that are fixed, by module name; the first rule that matches counts.
+    pub set: Vec<WidthRule>,
+    /// Widths that are a floor, by module name; the first rule that matches counts.
+    pub min: Vec<WidthRule>,
+}
+
+impl PlanOptions {
+    /// Options with nothing but a target.
+    pub fn new(target: Target) -> Self {
+        let (set, min) = (Vec::new(), Vec::new());
+        Self { target, head_bits: None, dense_members: DenseMembers::default(), set, min }
+    }
+}
+
+/// A decision for every module, and what led to it.
+#[derive(Clone, Debug, Serialize)]
+pub struct Plan {
+    /// What was asked for.
+    pub target: Target,
+    /// Decoder linears in block order, then the head if it has tensors of its own.
+    pub modules: Vec<PlannedModule>,
+    /// Sizes.
+    pub totals: Totals,
+    /// What the widths were chosen by; `None` where there was nothing to choose.
+    pub objective: Option<Objective>,
+    /// What is odd, and what it changes.
+    pub warnings: Vec<Warning>,
+    /// Embedding, norms and routers, stored as fp16.
+    #[serde(skip)]
+    pub dense_tensors: Vec<DenseTensor>,
+    /// Whether the output's head has a tensor of its own although the source's is tied.
+    pub untied: bool,
+}
+
+/// What becomes of one linear.
+#[derive(Clone, Debug, Serialize)]
+pub struct PlannedModule {
+    /// Name in the output.
+    pub name: String,
+    /// Name in the source.
+    pub source: String,
+    /// k.
+    pub in_features: usize,
+    /// n.
+    pub out_features: usize,
+    /// What its weight becomes.
+    pub decision: Decision,
+    /// What its bias becomes.
+    pub bias: BiasDecision,
+    /// What the decision was chosen from: each width for all of the module, at each group size.
+    pub options: Vec<ModuleOption>,
+    /// The next option that costs more.
+    pub step_up: Option<Price>,
+    /// The next option that costs less.
+    pub step_down: Option<Price>,
+}
+
+/// What becomes of a weight.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case", tag = "layout")]
+pub enum Decision {
+    /// fp16 `.weight`, `[out_features, in_features]`.
+    Dense,
+    /// The five tensors of EXL2.
+    Exl2(Exl2Decision),
+}
+
+/// An EXL2 layout, decided.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Exl2Decision {
+    /// Rows of a group; the last may be shorter.
+    pub group_size: usize,
+    /// Width of each group, in the order of the source's rows.
+    pub bits: Vec<Bits>,
+    /// In which order rows are grouped.
+    #[serde(skip)]
+    pub order: RowOrder,
+    /// Groups that hold rows of several source groups without holding these whole.
+    pub straddling_groups: usize,
+    /// Bits of the five tensors and the bias.
+    pub stored_bits: u64,
+    /// Frobenius norm of the difference over that of the weight, if it was measured.
+    pub relative_error: Option<f64>,
+}
+
+impl Exl2Decision {
+    /// Rows of each width, the widest first.
+    pub fn widths(&self, in_features: usize) -> Vec<(Bits, usize)> {
+        options::widths(&self.bits, self.group_size, in_features)
+    }
+}
+
+impl PlannedModule {
+    /// n as stored: padded to a multiple of 32 where the weight is EXL2.
+    pub fn stored_out_features(&self) -> usize {
+        match self.decision {
+            Decision::Dense => self.out_features,
+            Decision::Exl2(_) => self.out_features.next_multiple_of(ROW_UNIT),
+        }
+    }
+
+    /// Number of weights, k · n.
+    pub fn weights(&self) -> u64 {
+        self.in_features as u64 * self.out_features as u64
+    }
+
+    /// Whether it is the output head, which is outside bpw.
+    pub fn is_head(&self) -> bool {
+        self.name == HEAD
+    }
+}
+
+impl Plan {
+    /// Plans the conversion of `checkpoint` to EXL2.
+    ///
+    /// # Errors
+    /// [`Error`] for a target that can't be met, an architecture or a module that can't be converted, and
+    /// what reading a module finds; [`crate::Error::Cancelled`].
+    pub fn new(
+        checkpoint: &Checkpoint,
+        options: &PlanOptions,
+        observer: &dyn Observer,
+    ) -> Result<Self, crate::Error> {
+        let (Some(arch), Some(dims)) = (checkpoint.architecture(), checkpoint.dims()) else {
+            let found = checkpoint.config().get("architectures").map(ToString::to_string);
+            return Err(Error::Architecture { found }.into());
+        };
+        checkpoint.require_decodable()?;
+        let (members, mut warnings) = sets::members(checkpoint, arch, dims, options)?;
+        rules::check_used(&options.set, &members)?;
+        rules::check_used(&options.min, &members)?;
+        let head = head::plan(checkpoint, dims, options, &mut warnings)?;
+        let jobs: Vec<Job<'_>> =
+            members.iter().map(|member| Job::new(member, options)).collect::<Result<_, _>>()?;
+        let quantized: Vec<&Job<'_>> = jobs.iter().filter(|job| job.space.is_some()).collect();
+        if quantized.is_empty() {
+            return Err(Error::NothingToQuantize.into());
+        }
+        let (outcomes, objective) = match options.target {
+            Target::Uniform { .. } => (quantized.iter().map(|job| job.only_outcome()).collect(), None),
+            Target::Bpw(bpw) => {
+                let (outcomes, objective) = choose::by_error(checkpoint, &quantized, bpw, observer)?;
+                (outcomes, Some(objective))
+            }
+        };
+        let mut outcomes = outcomes.into_iter();
+        let mut modules: Vec<PlannedModule> = jobs
+            .iter()
+            .map(|job| {
+                let outcome = if job.space.is_some() { outcomes.next() } else { None };
+                job.planned(outcome.unwrap_or_else(Outcome::dense))
+            })
+            .collect();
+        warnings.extend(modules.iter().filter_map(straddling));
+        let untied = dims.tied && head.is_some();
+        modules.extend(head);
+        let dense_tensors = arch.dense_tensors(dims, checkpoint.naming());
+        let totals = Totals::new(&modules, &dense_tensors);
+        Ok(Self { target: options.target, modules, totals, objective, warnings, dense_tensors, untied })
+    }
+}
+
+fn straddling(module: &PlannedModule) -> Option<Warning> {
+    let Decision::Exl2(Exl2Decision { straddling_groups: count @ 1.., ref bits, .. }) = module.decision else {
+        return None;
+    };
+    Some(Warning {
+        code: WarningCode::StraddlingGroups,
+        subject: module.source.clone(),
+        message: format!(
+            "{count} of {} groups hold parts of several source groups, so that their scales can't follow one \
+             grid; the measured error includes what that costs",
+            bits.len()
+        ),
+    })
+}

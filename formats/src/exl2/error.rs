@@ -1,13 +1,18 @@
-//! What can be wrong with an EXL2 module's numbers (SPEC §6).
+//! What can be wrong with an EXL2 module's numbers (SPEC §7).
 
+use super::{Bits, MAX_GROUP_ROWS, MAX_ROWS};
 use crate::NotAPermutation;
+use std::fmt;
 
 /// Why a module's tensors are no EXL2 matrix. Tensors are named by their suffix.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A width that the format doesn't have.
-    #[error("{}{found} bits: EXL2 has 2, 3, 4, 5, 6 and 8", group.map_or(String::new(), |g| format!("q_groups: group {g} has ")))]
+    #[error("{}{found} bits: EXL2 has 2, 3, 4, 5, 6 and 8", match group {
+        Some(group) => format!("q_groups: group {group} has "),
+        None => String::new(),
+    })]
     Bits {
         /// The group, where it was read from one.
         group: Option<usize>,
@@ -31,14 +36,14 @@ pub enum Error {
         found: usize,
     },
     /// Widths must not rise from group to group: kernels walk them in descending order.
-    #[error("q_groups: group {group} has {found} bits after a group of {before}: widths must not rise")]
+    #[error("q_groups: group {group} has {found} bits after a group of {before}: widths must not rise", found = found.get(), before = before.get())]
     RisingWidth {
         /// The group.
         group: usize,
         /// Its width.
-        found: u32,
+        found: Bits,
         /// The width of the group before.
-        before: u32,
+        before: Bits,
     },
     /// Offsets start at 0, rise strictly and stay below the rows of `q_weight`.
     #[error("q_groups: group {group} starts at word row {found}, which should be {expected}")]
@@ -47,18 +52,27 @@ pub enum Error {
         group: usize,
         /// The offset found.
         found: i32,
-        /// In words: what it should be.
-        expected: String,
+        /// What it should be.
+        expected: ExpectedOffset,
+    },
+    /// A group has too many rows for the 16-bit counters of the kernels.
+    #[error("group {group} has {found} rows: at most {MAX_GROUP_ROWS} expected")]
+    LongGroup {
+        /// The group.
+        group: usize,
+        /// Its rows.
+        found: usize,
     },
     /// A group's words don't hold a multiple of 32 rows.
     #[error(
-        "q_groups: group {group} of {bits} bits has {words} words a column, which is no multiple of 32 rows"
+        "q_groups: group {group} of {bits} bits has {words} words a column, which is no multiple of 32 rows",
+        bits = bits.get()
     )]
     GroupRows {
         /// The group.
         group: usize,
         /// Its width.
-        bits: u32,
+        bits: Bits,
         /// Its words a column.
         words: usize,
     },
@@ -70,15 +84,17 @@ pub enum Error {
         /// k.
         expected: usize,
     },
-    /// k or n is not a multiple of 32, or k is too large.
-    #[error("{axis} is {found}: {expected}")]
-    Size {
-        /// `in_features` or `out_features`.
-        axis: &'static str,
-        /// The size.
+    /// More rows than a 16-bit permutation can name.
+    #[error("in_features is {found}: at most {MAX_ROWS} expected")]
+    Rows {
+        /// k.
         found: usize,
-        /// In words: what is allowed.
-        expected: &'static str,
+    },
+    /// Columns are not stored as a multiple of 32.
+    #[error("out_features is {found}: a multiple of 32 expected, padded where the model has fewer columns")]
+    Columns {
+        /// n.
+        found: usize,
     },
     /// `q_invperm` is not a permutation.
     #[error("q_invperm is no permutation: {0}")]
@@ -108,7 +124,7 @@ pub enum Error {
         column: usize,
     },
     /// A code does not fit its width.
-    #[error("code {found} at packed row {row}, column {column} doesn't fit {bits} bits")]
+    #[error("code {found} at packed row {row}, column {column} doesn't fit {bits} bits", bits = bits.get())]
     Code {
         /// Packed row.
         row: usize,
@@ -117,7 +133,7 @@ pub enum Error {
         /// The code.
         found: u8,
         /// The width.
-        bits: u32,
+        bits: Bits,
     },
     /// A scale index is above 15.
     #[error("scale index {found} of group {group}, column {column} is above 15")]
@@ -139,4 +155,28 @@ pub enum Error {
         /// The code.
         found: u8,
     },
+}
+
+/// What the offset of a group should be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExpectedOffset {
+    /// The first group starts at 0.
+    Zero,
+    /// Above that of the group before.
+    Above(i16),
+    /// Below the rows of `q_weight`.
+    Below(usize),
+    /// At most the largest signed 16-bit integer.
+    SixteenBits,
+}
+
+impl fmt::Display for ExpectedOffset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Zero => write!(f, "0"),
+            Self::Above(before) => write!(f, "above {before}"),
+            Self::Below(rows) => write!(f, "below q_weight's {rows} rows"),
+            Self::SixteenBits => write!(f, "at most {}", i16::MAX),
+        }
+    }
 }

@@ -1,6 +1,6 @@
 //! `q_groups`: the width and the rows of each group (SPEC §2).
 
-use super::{Bits, Error, MAX_ROWS, ROW_UNIT};
+use super::{Bits, Error, ExpectedOffset, MAX_GROUP_ROWS, MAX_ROWS, ROW_UNIT};
 use serde::{Deserialize, Serialize};
 
 /// A run of packed rows that share a width and a row of scales.
@@ -15,7 +15,7 @@ pub struct Group {
 impl Group {
     /// Words a column that hold the group's codes.
     pub fn words(&self) -> usize {
-        self.rows * self.bits.get() as usize / 32
+        self.rows / ROW_UNIT * self.bits.get() as usize
     }
 }
 
@@ -28,28 +28,27 @@ impl GroupTable {
     /// Checks groups that are to be written.
     ///
     /// # Errors
-    /// [`Error::OddGroups`] without a group, [`Error::GroupRows`], [`Error::RisingWidth`],
-    /// [`Error::Size`] above 65536 rows, [`Error::Offset`] when an offset doesn't fit 15 bits.
+    /// [`Error::OddGroups`] without a group, [`Error::GroupRows`], [`Error::LongGroup`],
+    /// [`Error::RisingWidth`], [`Error::Offset`] when an offset doesn't fit 15 bits, [`Error::Rows`].
     pub fn new(groups: Vec<Group>) -> Result<Self, Error> {
         if groups.is_empty() {
             return Err(Error::OddGroups { found: 0 });
         }
         let mut offset = 0;
         for (i, group) in groups.iter().enumerate() {
-            if group.rows == 0 || group.rows % ROW_UNIT != 0 {
-                let (bits, words) = (group.bits.get(), group.words());
-                return Err(Error::GroupRows { group: i, bits, words });
+            let bits = group.bits;
+            if group.rows > MAX_GROUP_ROWS {
+                return Err(Error::LongGroup { group: i, found: group.rows });
             }
-            if i > 0 && group.bits > groups[i - 1].bits {
-                let (found, before) = (group.bits.get(), groups[i - 1].bits.get());
-                return Err(Error::RisingWidth { group: i, found, before });
+            if group.rows == 0 || !group.rows.is_multiple_of(ROW_UNIT) {
+                return Err(Error::GroupRows { group: i, bits, words: group.words() });
+            }
+            if i > 0 && bits > groups[i - 1].bits {
+                return Err(Error::RisingWidth { group: i, found: bits, before: groups[i - 1].bits });
             }
             if offset > i16::MAX as usize {
-                return Err(Error::Offset {
-                    group: i,
-                    found: offset as i32,
-                    expected: "at most 32767".into(),
-                });
+                let expected = ExpectedOffset::SixteenBits;
+                return Err(Error::Offset { group: i, found: offset as i32, expected });
             }
             offset += group.words();
         }
@@ -61,12 +60,13 @@ impl GroupTable {
     /// Reads `q_groups` (pairs of width and first word row) for a `q_weight` of `word_rows` rows.
     ///
     /// # Errors
-    /// All of SPEC §6 that concern `q_groups`.
+    /// Those of SPEC §7 that concern `q_groups`: as [`GroupTable::new`], and [`Error::Bits`].
     pub fn parse(q_groups: &[i16], word_rows: usize) -> Result<Self, Error> {
-        if q_groups.is_empty() || q_groups.len() % 2 != 0 {
+        if q_groups.is_empty() || !q_groups.len().is_multiple_of(2) {
             return Err(Error::OddGroups { found: q_groups.len() });
         }
         let count = q_groups.len() / 2;
+        let last_end = i64::try_from(word_rows).unwrap_or(i64::MAX);
         let mut groups = Vec::with_capacity(count);
         for i in 0..count {
             let (width, offset) = (q_groups[2 * i], q_groups[2 * i + 1]);
@@ -74,23 +74,26 @@ impl GroupTable {
                 .ok()
                 .and_then(|width| Bits::try_from(width).ok())
                 .ok_or(Error::Bits { group: Some(i), found: i32::from(width) })?;
-            let end = if i + 1 < count { i64::from(q_groups[2 * i + 3]) } else { word_rows as i64 };
+            let end = if i + 1 < count { i64::from(q_groups[2 * i + 3]) } else { last_end };
             if i == 0 && offset != 0 {
-                return Err(Error::Offset { group: 0, found: i32::from(offset), expected: "0".into() });
+                let expected = ExpectedOffset::Zero;
+                return Err(Error::Offset { group: 0, found: i32::from(offset), expected });
             }
             if end <= i64::from(offset) {
                 let (group, found, expected) = if i + 1 < count {
-                    (i + 1, end as i32, format!("above {offset}"))
+                    (i + 1, end as i32, ExpectedOffset::Above(offset))
                 } else {
-                    (i, i32::from(offset), format!("below q_weight's {word_rows} rows"))
+                    (i, i32::from(offset), ExpectedOffset::Below(word_rows))
                 };
                 return Err(Error::Offset { group, found, expected });
             }
             let words = (end - i64::from(offset)) as usize;
-            if words % bits.get() as usize != 0 {
-                return Err(Error::GroupRows { group: i, bits: bits.get(), words });
+            let width = bits.get() as usize;
+            if !words.is_multiple_of(width) {
+                return Err(Error::GroupRows { group: i, bits, words });
             }
-            groups.push(Group { bits, rows: words * 32 / bits.get() as usize });
+            // `width` words hold 32 rows.
+            groups.push(Group { bits, rows: (words / width).saturating_mul(ROW_UNIT) });
         }
         Self::new(groups)
     }
@@ -116,12 +119,12 @@ impl GroupTable {
         self.0.iter().map(|g| g.rows).sum()
     }
 
-    /// Rows of `q_weight`: words a column.
+    /// R, rows of `q_weight`: words a column.
     pub fn word_rows(&self) -> usize {
         self.0.iter().map(Group::words).sum()
     }
 
-    /// Bits that the five tensors of a matrix with `out_features` columns take (SPEC §5).
+    /// Bits that the five tensors of a matrix with `out_features` columns take (SPEC §6).
     pub fn stored_bits(&self, out_features: usize) -> u64 {
         let (words, groups, n) = (self.word_rows() as u64, self.0.len() as u64, out_features as u64);
         32 * words * n + (4 * n + 16 + 32) * groups + 32 * self.rows() as u64
@@ -130,15 +133,14 @@ impl GroupTable {
 
 pub(crate) fn check_rows(rows: usize) -> Result<(), Error> {
     if rows > MAX_ROWS {
-        return Err(Error::Size { axis: "in_features", found: rows, expected: "at most 65536 rows" });
+        return Err(Error::Rows { found: rows });
     }
     Ok(())
 }
 
 pub(crate) fn check_columns(columns: usize) -> Result<(), Error> {
-    if columns == 0 || columns % ROW_UNIT != 0 {
-        let expected = "a multiple of 32 columns, padded where the model has fewer";
-        return Err(Error::Size { axis: "out_features", found: columns, expected });
+    if columns == 0 || !columns.is_multiple_of(ROW_UNIT) {
+        return Err(Error::Columns { found: columns });
     }
     Ok(())
 }

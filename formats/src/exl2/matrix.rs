@@ -1,9 +1,12 @@
 //! An EXL2 weight unpacked, its decoding, and its five tensors (SPEC §1, §3, §4).
 
-use super::groups::{check_columns, check_rows};
+use super::groups::check_columns;
 use super::{Error, GroupTable, decode_ceiling, decode_scale};
 use crate::{Permutation, bitstream};
 use half::{f16, slice::HalfFloatSliceExt};
+
+/// The least value that rounds to infinity in fp16: half a step above 65504.
+const FP16_OVERFLOW: f32 = 65_520.0;
 
 /// The five tensors as read, row-major.
 #[derive(Clone, Copy, Debug)]
@@ -64,7 +67,7 @@ impl Matrix {
     /// `scale_max` `[groups]`, `invperm` maps a row of the model to its packed row.
     ///
     /// # Errors
-    /// Everything that SPEC §6 asks of a matrix.
+    /// Everything that SPEC §7 asks of a matrix.
     pub fn new(
         groups: GroupTable,
         out_features: usize,
@@ -74,10 +77,10 @@ impl Matrix {
         invperm: Permutation,
     ) -> Result<Self, Error> {
         let (k, n, count) = (groups.rows(), out_features, groups.groups().len());
-        check_rows(k)?;
         check_columns(n)?;
-        expect_len("codes", codes.len(), k * n)?;
-        expect_len("q_scale", scale_index.len(), count * n)?;
+        // Saturated products match no length.
+        expect_len("codes", codes.len(), k.saturating_mul(n))?;
+        expect_len("q_scale", scale_index.len(), count.saturating_mul(n))?;
         expect_len("q_scale_max", scale_max.len(), count)?;
         expect_len("q_invperm", invperm.len(), k)?;
         let matrix = Self { groups, out_features, codes, scale_index, scale_max, invperm };
@@ -88,11 +91,11 @@ impl Matrix {
     /// Unpacks and checks the tensors of a matrix with `out_features` columns as stored.
     ///
     /// # Errors
-    /// Everything that SPEC §6 asks of a matrix.
+    /// Everything that SPEC §7 asks of a matrix.
     pub fn unpack(tensors: Tensors<'_>, out_features: usize) -> Result<Self, Error> {
         let n = out_features;
         check_columns(n)?;
-        if tensors.q_weight.len() % n != 0 {
+        if !tensors.q_weight.len().is_multiple_of(n) {
             let expected = tensors.q_weight.len().next_multiple_of(n);
             return Err(Error::Length { tensor: "q_weight", found: tensors.q_weight.len(), expected });
         }
@@ -138,7 +141,7 @@ impl Matrix {
         }
     }
 
-    /// Checks that the columns from `out_features` on, which only pad, decode to 0.
+    /// Checks that the columns from `out_features` on, which only pad, decode to 0 (SPEC E7.14).
     ///
     /// # Errors
     /// [`Error::Padding`].
@@ -154,7 +157,8 @@ impl Matrix {
         })
     }
 
-    /// The weights `[k, n]` in the model's row order, exactly as exllamav2's kernel gives them (SPEC §4).
+    /// The weights `[k, n]` in the model's row order (SPEC E5.2), exactly as exllamav2's kernel gives them (SPEC §4)
+    /// with a prescale of 1.
     pub fn dequantize(&self) -> Vec<f16> {
         let n = self.out_features;
         let perm = self.invperm.inverse();
@@ -179,7 +183,7 @@ impl Matrix {
         weights
     }
 
-    /// The decoded scales of a group, one a column (SPEC §4 step 2).
+    /// The decoded scales of a group, one a column (SPEC E4.4).
     fn decode_scales(&self, group: usize, scales: &mut [f32]) {
         let ceiling = decode_ceiling(self.scale_max[group]);
         let steps: [f32; 16] = std::array::from_fn(|i| decode_scale(ceiling, i as u8).to_f32());
@@ -224,6 +228,7 @@ impl Matrix {
         &self.invperm
     }
 
+    /// Gives each packed row with its group.
     fn each_packed_row(
         &self,
         mut give: impl FnMut(usize, usize, &[u8]) -> Result<(), Error>,
@@ -238,6 +243,7 @@ impl Matrix {
         Ok(())
     }
 
+    /// SPEC E7.11 to E7.13, and that codes and scale indices fit their widths.
     fn check_values(&self) -> Result<(), Error> {
         let n = self.out_features;
         for (group, ceiling) in self.scale_max.iter().enumerate() {
@@ -248,15 +254,17 @@ impl Matrix {
         if let Some(i) = self.scale_index.iter().position(|&s| s > 15) {
             return Err(Error::ScaleIndex { group: i / n, column: i % n, found: self.scale_index[i] });
         }
-        let mut lowest_code = vec![u8::MAX; n];
+        let (mut lowest_code, mut highest_code) = (vec![u8::MAX; n], vec![0u8; n]);
         let mut scales = vec![0.0f32; n];
         let mut first_row = 0;
         for (group, table) in self.groups.groups().iter().enumerate() {
             let (bits, zero) = (table.bits, table.bits.zero());
             let codes = &self.codes[first_row * n..][..table.rows * n];
-            if let Some(i) = codes.iter().position(|&c| u32::from(c) > bits.max_code()) {
+            let largest = codes.iter().fold(0, |largest, &code| code.max(largest));
+            if u32::from(largest) > bits.max_code() {
+                let i = codes.iter().position(|&c| c == largest).unwrap_or(0);
                 let (row, column) = (first_row + i / n, i % n);
-                return Err(Error::Code { row, column, found: codes[i], bits: bits.get() });
+                return Err(Error::Code { row, column, found: codes[i], bits });
             }
             let found = self.scale_max[group].to_f32();
             if decode_ceiling(self.scale_max[group]) == f16::ZERO
@@ -265,7 +273,7 @@ impl Matrix {
                 return Err(Error::VanishingGroup { group, found });
             }
             lowest_code.fill(u8::MAX);
-            let mut highest_code = vec![0u8; n];
+            highest_code.fill(0);
             for row in codes.chunks_exact(n) {
                 for ((low, high), &code) in lowest_code.iter_mut().zip(&mut highest_code).zip(row) {
                     *low = code.min(*low);
@@ -277,7 +285,7 @@ impl Matrix {
                 let below = zero as i32 - i32::from(lowest_code[column]);
                 let above = i32::from(highest_code[column]) - zero as i32;
                 let largest = below.max(above).max(0) as f32 * scales[column];
-                if f16::from_f32(largest).is_infinite() {
+                if largest >= FP16_OVERFLOW {
                     return Err(Error::Overflow { group, column });
                 }
             }

@@ -5,20 +5,24 @@ mod groups;
 mod matrix;
 mod scale;
 
-pub use error::Error;
+pub use error::{Error, ExpectedOffset};
 pub use groups::{Group, GroupTable};
 pub use matrix::{Matrix, Packed, Tensors};
 pub use scale::{ceiling_for, decode_ceiling, decode_scale};
 
 use serde::{Deserialize, Serialize};
 
-/// Rows of every group, and columns of every matrix, are multiples of this (SPEC §2, §6).
+/// Rows of every group, and columns of every matrix, are multiples of this (SPEC E2.4, E7.2).
 pub const ROW_UNIT: usize = 32;
 
-/// The most rows a matrix can have: permutations are read as 16-bit integers (SPEC §6).
+/// The most rows a matrix can have: permutations are read as 16-bit integers (SPEC E7.10).
 pub const MAX_ROWS: usize = 65_536;
 
-/// Width of a code: 2, 3, 4, 5, 6 or 8 bits (SPEC §2).
+/// The most rows a group can have: kernels count them in 16 bits, and groups have multiples of 32
+/// (SPEC E2.5).
+pub const MAX_GROUP_ROWS: usize = 65_504;
+
+/// Width of a code: 2, 3, 4, 5, 6 or 8 bits (SPEC E2.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "u32", into = "u32")]
 pub struct Bits(u8);

@@ -2,12 +2,12 @@
 
 use half::f16;
 
-/// Step 1: `q_scale_max / 256` rounded to fp16. Below 2⁻⁶ the result is subnormal, a multiple of 2⁻²⁴.
+/// `q_scale_max / 256` rounded to fp16 (SPEC E4.3). Below 2⁻⁶ the result is subnormal, a multiple of 2⁻²⁴.
 pub fn decode_ceiling(q_scale_max: f16) -> f16 {
     f16::from_f32(q_scale_max.to_f32() * (1.0 / 256.0))
 }
 
-/// Step 2: `(index + 1)²` times the decoded ceiling, rounded to fp16.
+/// `(index + 1)²` times the decoded ceiling, rounded to fp16 (SPEC E4.4); `index` is 0 to 15.
 pub fn decode_scale(ceiling: f16, index: u8) -> f16 {
     let step = f32::from(index) + 1.0;
     f16::from_f32(step * step * ceiling.to_f32())

@@ -12,6 +12,22 @@ pub enum Error {
         /// The width asked for.
         found: u32,
     },
+    /// A matrix without rows or columns, or with more than tensors of int32 can index.
+    #[error("{axis} is {found}: 1 to 2147483647 expected")]
+    Size {
+        /// `in_features` or `out_features`.
+        axis: &'static str,
+        /// The size.
+        found: usize,
+    },
+    /// No groups, or more groups than rows.
+    #[error("scales has {groups} groups for {in_features} rows: 1 to {in_features} expected")]
+    GroupCount {
+        /// k.
+        in_features: usize,
+        /// Rows of `scales`.
+        groups: usize,
+    },
     /// A tensor's rows or columns don't fit the other tensors.
     #[error("{tensor} is {found:?}, but its dimension {axis} should be {expected}")]
     Dimensions {
@@ -38,6 +54,19 @@ pub enum Error {
         qweight: [usize; 2],
         /// Shape of `qzeros`.
         qzeros: [usize; 2],
+    },
+    /// More than one width explains the word counts: only possible below 32 rows and columns.
+    #[error("a {in_features}x{out_features} weight is too small to tell its width: {first} and {second} bits fit",
+        first = first.get(), second = second.get())]
+    SeveralWidthsFit {
+        /// k.
+        in_features: usize,
+        /// n.
+        out_features: usize,
+        /// One width.
+        first: Bits,
+        /// Another one.
+        second: Bits,
     },
     /// A slice is shorter or longer than the shape asks for.
     #[error("{tensor} has {found} elements, {expected} expected")]
@@ -99,6 +128,24 @@ pub enum Error {
         column: usize,
         /// Its value.
         found: f32,
+    },
+    /// A zero point above `2^bits`, which no encoding gives.
+    #[error("zero point {found} of group {group}, column {column} is above {max}", max = bits.max_code() + 1)]
+    Zero {
+        /// Group of the zero point.
+        group: usize,
+        /// Its column.
+        column: usize,
+        /// The zero point.
+        found: u16,
+        /// Width of a code.
+        bits: Bits,
+    },
+    /// The 3-bit encoding was asked for at another width.
+    #[error("zero points of {bits} bits can't have the exchanged constants of 3 bits", bits = bits.get())]
+    EncodingWidth {
+        /// The width.
+        bits: Bits,
     },
     /// A zero point can't be stored in the convention asked for.
     #[error("zero point {found} of group {group}, column {column} can't be stored as {convention}")]

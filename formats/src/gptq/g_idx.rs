@@ -1,10 +1,10 @@
 //! `g_idx`: which group each row belongs to (SPEC §3).
 
-use super::Error;
+use super::{Error, check_groups};
 use crate::Permutation;
 use serde::Serialize;
 
-/// The kinds of `g_idx` that files hold.
+/// The kinds of `g_idx` that files hold (SPEC G3.1 to G3.5).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GIdxKind {
@@ -12,7 +12,7 @@ pub enum GIdxKind {
     Absent,
     /// All zero although there are several groups: a leftover of old writers, rows are in order.
     ZeroLeftover,
-    /// One group only.
+    /// All zero, and there is one group.
     OneGroup,
     /// `i / group_size`.
     Sequential,
@@ -30,17 +30,19 @@ pub struct GIdx {
 }
 
 impl GIdx {
-    /// Normalises the stored tensor (SPEC §3.1). `stated` is the configuration's group size, used only
-    /// where `in_features` isn't a multiple of `groups`.
+    /// Normalises the stored tensor (SPEC §3). `stated` is the configuration's group size; it is used only
+    /// where the tensor says nothing (SPEC G3.6).
     ///
     /// # Errors
-    /// [`Error::GIdxLength`], [`Error::GroupIndex`], [`Error::GroupSize`].
+    /// [`Error::Size`], [`Error::GroupCount`], [`Error::GIdxLength`], [`Error::GroupIndex`];
+    /// [`Error::GroupSize`] when rows are in order and no size explains the groups.
     pub fn new(
         tensor: Option<&[i64]>,
         in_features: usize,
         groups: usize,
         stated: Option<usize>,
     ) -> Result<Self, Error> {
+        check_groups(in_features, groups)?;
         let index = tensor.filter(|index| !index.is_empty());
         if let Some(index) = index {
             if index.len() != in_features {
@@ -50,30 +52,36 @@ impl GIdx {
                 return Err(Error::GroupIndex { position, found: index[position], groups });
             }
         }
-        let size = group_size(in_features, groups, stated);
-        let sequential = || -> Result<(Vec<u32>, usize), Error> {
-            let size = size.ok_or(Error::GroupSize { in_features, groups, stated })?;
-            Ok(((0..in_features).map(|row| (row / size) as u32).collect(), size))
+        let in_order = |kind| -> Result<Self, Error> {
+            let size = group_size(in_features, groups, stated).ok_or(Error::GroupSize {
+                in_features,
+                groups,
+                stated,
+            })?;
+            let rows = (0..in_features).map(|row| (row / size) as u32).collect();
+            Ok(Self { groups: rows, kind, group_size: size, equal: true })
         };
-        let (kind, (rows, group_size)) = match index {
-            None => (GIdxKind::Absent, sequential()?),
-            Some(_) if groups == 1 => (GIdxKind::OneGroup, (vec![0; in_features], in_features)),
-            Some(index) if index.iter().all(|&g| g == 0) => (GIdxKind::ZeroLeftover, sequential()?),
-            Some(index) => {
-                let rows: Vec<u32> = index.iter().map(|&g| g as u32).collect();
-                let largest = histogram(&rows, groups).into_iter().max().unwrap_or(0);
-                match size {
-                    Some(size) if rows.iter().enumerate().all(|(i, &g)| g as usize == i / size) => {
-                        (GIdxKind::Sequential, (rows, size))
-                    }
-                    _ => (GIdxKind::ActOrder, (rows, size.unwrap_or(largest))),
-                }
-            }
-        };
-        let counts = histogram(&rows, groups);
-        let full = counts.len().saturating_sub(1);
-        let equal = counts[..full].iter().all(|&c| c == group_size) && counts[full] <= group_size;
-        Ok(Self { groups: rows, kind, group_size, equal })
+        match index {
+            None => in_order(GIdxKind::Absent),
+            Some(index) if index.iter().any(|&g| g != 0) => Ok(Self::from_index(index, groups)),
+            Some(_) if groups == 1 => in_order(GIdxKind::OneGroup),
+            Some(_) => in_order(GIdxKind::ZeroLeftover),
+        }
+    }
+
+    /// An index that names more than one group; its entries are in range.
+    fn from_index(index: &[i64], groups: usize) -> Self {
+        let rows: Vec<u32> = index.iter().map(|&g| g as u32).collect();
+        let mut counts = vec![0; groups];
+        for &group in &rows {
+            counts[group as usize] += 1;
+        }
+        let size = counts.iter().copied().max().unwrap_or(0);
+        let sequential = rows.iter().enumerate().all(|(row, &group)| group as usize == row / size);
+        let kind = if sequential { GIdxKind::Sequential } else { GIdxKind::ActOrder };
+        let (last, full) = counts.split_last().map_or((0, &[][..]), |(last, full)| (*last, full));
+        let equal = full.iter().all(|&count| count == size) && last > 0;
+        Self { groups: rows, kind, group_size: size, equal }
     }
 
     /// The group of each row.
@@ -86,43 +94,35 @@ impl GIdx {
         self.kind
     }
 
-    /// Rows of a group; of the largest one where they differ and no configuration says otherwise.
+    /// Rows of a group; of the largest one where they differ.
     pub fn group_size(&self) -> usize {
         self.group_size
     }
 
-    /// Whether every group has `group_size` rows, the last one at most that. Position-based readers
-    /// (exllamav2, vLLM's gptq) misread any other file.
+    /// Whether every group has `group_size` rows, the last one at most that and at least one. Readers that
+    /// find a row's group by its position (exllamav2, vLLM's gptq) misread any other file.
     pub fn equal_groups(&self) -> bool {
         self.equal
     }
 
-    /// Whether the rows' order differs from the order of their groups' sizes: real act-order.
+    /// Whether rows belong to other groups than their position says.
     pub fn is_act_order(&self) -> bool {
         self.kind == GIdxKind::ActOrder
     }
 
-    /// The stable sort of rows by group (SPEC §3.3): entry `j` is the row at place `j`.
+    /// The stable sort of rows by group (SPEC G3.7): entry `j` is the row at place `j`.
     pub fn sorted_rows(&self) -> Permutation {
         Permutation::stable_sort_by_key(self.groups.len(), |row| self.groups[row as usize])
     }
 }
 
-/// The size that gives `groups` groups, if one does (SPEC §3.2).
+/// The group size of rows in order (SPEC G3.6): the stated one if it gives this many groups, else the even
+/// division if there is one.
 fn group_size(in_features: usize, groups: usize, stated: Option<usize>) -> Option<usize> {
     if groups == 1 {
-        Some(in_features)
-    } else if in_features % groups == 0 {
-        Some(in_features / groups)
-    } else {
-        stated.filter(|&size| size > 0 && in_features.div_ceil(size) == groups)
+        return Some(in_features);
     }
-}
-
-fn histogram(rows: &[u32], groups: usize) -> Vec<usize> {
-    let mut counts = vec![0; groups];
-    for &group in rows {
-        counts[group as usize] += 1;
-    }
-    counts
+    stated
+        .filter(|&size| size > 0 && in_features.div_ceil(size) == groups)
+        .or_else(|| in_features.is_multiple_of(groups).then(|| in_features / groups))
 }

@@ -1,6 +1,6 @@
 //! A GPTQ weight unpacked: the integers, scales and group index, and their decoding (SPEC §5).
 
-use super::{Error, GIdx, Shape, expect_len};
+use super::{Error, GIdx, Shape, check_codes, expect_len};
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 
 /// An unpacked GPTQ weight: `w[i, j] = scales[g, j] · (codes[i, j] − zeros[g, j])` with `g` the row's group.
@@ -15,11 +15,12 @@ pub struct Matrix {
 
 impl Matrix {
     /// Puts a matrix together. `codes` is `[k, n]`, `zeros` and `scales` are `[groups, n]`; scales of any
-    /// float type are exact as `f32`.
+    /// stored float type are exact as `f32`.
     ///
     /// # Errors
-    /// [`Error::Length`], [`Error::GIdxLength`] when sizes disagree, [`Error::Scale`] for a scale that is
-    /// NaN or infinite.
+    /// [`Error::Size`], [`Error::GroupCount`] for a shape that no weight has; [`Error::Length`],
+    /// [`Error::GIdxLength`], [`Error::GroupIndex`] when parts disagree; [`Error::Code`], [`Error::Zero`]
+    /// for integers that the width doesn't have, [`Error::Scale`] for a scale that is NaN or infinite.
     pub fn new(
         shape: Shape,
         codes: Vec<u8>,
@@ -27,9 +28,13 @@ impl Matrix {
         scales: Vec<f32>,
         g_idx: GIdx,
     ) -> Result<Self, Error> {
-        expect_len("codes", codes.len(), [shape.in_features, shape.out_features])?;
+        shape.check()?;
+        check_codes(&shape, &codes)?;
         expect_len("zeros", zeros.len(), shape.scales())?;
-        expect_len("scales", scales.len(), shape.scales())?;
+        if let Some(i) = zeros.iter().position(|&z| u32::from(z) > shape.bits.max_code() + 1) {
+            let (group, column) = (i / shape.out_features, i % shape.out_features);
+            return Err(Error::Zero { group, column, found: zeros[i], bits: shape.bits });
+        }
         check_scales(&shape, &scales)?;
         if g_idx.groups().len() != shape.in_features {
             return Err(Error::GIdxLength { found: g_idx.groups().len(), expected: shape.in_features });
@@ -66,7 +71,8 @@ impl Matrix {
         &self.g_idx
     }
 
-    /// The weights `[k, n]`, the product exact in fp32 and rounded once to fp16 (SPEC §5.1).
+    /// The weights `[k, n]`: the product in fp32, rounded once to fp16 (SPEC §5). What overflows fp16
+    /// becomes infinite.
     pub fn dequantize(&self) -> Vec<f16> {
         let mut weights = vec![f16::ZERO; self.codes.len()];
         self.each_row(|row, values| {
@@ -75,7 +81,7 @@ impl Matrix {
         weights
     }
 
-    /// The weights `[k, n]`, the product exact in fp32 and rounded once to bf16 (SPEC §5.1).
+    /// The weights `[k, n]`: the product in fp32, rounded once to bf16 (SPEC §5), never by way of fp16.
     pub fn dequantize_bf16(&self) -> Vec<bf16> {
         let mut weights = vec![bf16::ZERO; self.codes.len()];
         self.each_row(|row, values| {
@@ -84,6 +90,7 @@ impl Matrix {
         weights
     }
 
+    /// Gives each row's products in fp32: exact for scales stored as fp16 or bf16.
     fn each_row(&self, mut give: impl FnMut(usize, &[f32])) {
         let n = self.shape.out_features;
         let mut values = vec![0.0f32; n];
@@ -91,6 +98,7 @@ impl Matrix {
             let group = self.g_idx.groups()[row] as usize * n;
             let (zeros, scales) = (&self.zeros[group..][..n], &self.scales[group..][..n]);
             for (((value, &code), &zero), &scale) in values.iter_mut().zip(codes).zip(zeros).zip(scales) {
+                // Both are at most 256.
                 *value = scale * f32::from(i16::from(code) - zero as i16);
             }
             give(row, &values);
@@ -98,11 +106,12 @@ impl Matrix {
     }
 }
 
-/// Checks that every scale `[groups, n]` is finite.
+/// Checks that scales are `[groups, n]` and finite (SPEC G5.4).
 ///
 /// # Errors
-/// [`Error::Scale`] for the first that is not.
+/// [`Error::Length`]; [`Error::Scale`] for the first that is not finite.
 pub fn check_scales(shape: &Shape, scales: &[f32]) -> Result<(), Error> {
+    expect_len("scales", scales.len(), shape.scales())?;
     match scales.iter().position(|s| !s.is_finite()) {
         None => Ok(()),
         Some(i) => Err(Error::Scale {

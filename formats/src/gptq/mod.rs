@@ -13,7 +13,7 @@ pub use zeros::{ZeroConvention, ZeroEncoding, ZeroSurvey, decode_zeros, encode_z
 use crate::bitstream;
 use serde::Serialize;
 
-/// Width of a code: 2, 3, 4 or 8 bits (SPEC §1).
+/// Width of a code: 2, 3, 4 or 8 bits (SPEC G1.1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(into = "u32")]
 pub struct Bits(u8);
@@ -52,7 +52,7 @@ impl From<Bits> for u32 {
     }
 }
 
-/// The sizes that all tensors of a module must agree on (SPEC §1).
+/// The sizes that all tensors of a module must agree on (SPEC G1.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Shape {
     /// k, rows of the weight.
@@ -81,14 +81,15 @@ impl Shape {
         [self.groups, self.out_features]
     }
 
-    /// The only shape that fits the tensors' dimensions (SPEC §1.4).
+    /// The only shape that fits the tensors' dimensions (SPEC G1.3, G1.4).
     ///
     /// `qweight`, `qzeros` and `scales` are `[rows, columns]`; `in_features` is needed because the last
     /// word of a column can be partly filled.
     ///
     /// # Errors
-    /// [`Error::NoWidthFits`] when no width explains the word counts, [`Error::Dimensions`] when the
-    /// tensors disagree on columns or groups.
+    /// [`Error::Dimensions`] when the tensors disagree on columns or groups, [`Error::Size`] and
+    /// [`Error::GroupCount`] for sizes that no weight has, [`Error::NoWidthFits`] when no width explains
+    /// the word counts, [`Error::SeveralWidthsFit`] when more than one does.
     pub fn from_dimensions(
         in_features: usize,
         qweight: [usize; 2],
@@ -107,22 +108,38 @@ impl Shape {
         if qzeros[0] != groups {
             return Err(Error::Dimensions { tensor: "qzeros", found: qzeros, axis: 0, expected: groups });
         }
-        if groups == 0 || out_features == 0 || in_features == 0 || groups > in_features {
-            return Err(Error::Dimensions { tensor: "scales", found: scales, axis: 0, expected: 1 });
-        }
-        Bits::ALL
+        let mut fitting = Bits::ALL
             .into_iter()
             .map(|bits| Shape { in_features, out_features, bits, groups })
-            .find(|shape| shape.qweight() == qweight && shape.qzeros() == qzeros)
-            .ok_or(Error::NoWidthFits { in_features, out_features, qweight, qzeros })
+            .filter(|shape| shape.qweight() == qweight && shape.qzeros() == qzeros);
+        let shape =
+            fitting.next().ok_or(Error::NoWidthFits { in_features, out_features, qweight, qzeros })?;
+        shape.check()?;
+        match fitting.next() {
+            None => Ok(shape),
+            Some(other) => Err(Error::SeveralWidthsFit {
+                in_features,
+                out_features,
+                first: shape.bits,
+                second: other.bits,
+            }),
+        }
+    }
+
+    /// Checks the sizes that the fields can hold but no weight has.
+    fn check(&self) -> Result<(), Error> {
+        check_size("out_features", self.out_features)?;
+        check_groups(self.in_features, self.groups)
     }
 }
 
 /// Unpacks `qweight` into codes `[k, n]` (SPEC §2).
 ///
 /// # Errors
-/// [`Error::Length`] when `qweight` does not have the words that `shape` asks for.
+/// [`Error::Length`] when `qweight` does not have the words that `shape` asks for; [`Error::Size`] and
+/// [`Error::GroupCount`] for a shape that no weight has.
 pub fn unpack_codes(shape: &Shape, qweight: &[u32]) -> Result<Vec<u8>, Error> {
+    shape.check()?;
     expect_len("qweight", qweight.len(), shape.qweight())?;
     let mut codes = vec![0; shape.in_features * shape.out_features];
     bitstream::unpack_rows(qweight, shape.out_features, shape.bits.get(), &mut codes);
@@ -132,19 +149,39 @@ pub fn unpack_codes(shape: &Shape, qweight: &[u32]) -> Result<Vec<u8>, Error> {
 /// Packs codes `[k, n]` into `qweight` (SPEC §2), the inverse of [`unpack_codes`].
 ///
 /// # Errors
-/// [`Error::Length`] for a wrong number of codes, [`Error::Code`] for one that does not fit the width.
+/// [`Error::Length`] for a wrong number of codes, [`Error::Code`] for one that does not fit the width;
+/// [`Error::Size`] and [`Error::GroupCount`] for a shape that no weight has.
 pub fn pack_codes(shape: &Shape, codes: &[u8]) -> Result<Vec<u32>, Error> {
-    expect_len("codes", codes.len(), [shape.in_features, shape.out_features])?;
-    if let Some(position) = codes.iter().position(|&c| u32::from(c) > shape.bits.max_code()) {
-        return Err(Error::Code { position, found: codes[position], bits: shape.bits });
-    }
+    shape.check()?;
+    check_codes(shape, codes)?;
     let [rows, n] = shape.qweight();
     let mut words = vec![0; rows * n];
     bitstream::pack_rows(codes, n, shape.bits.get(), &mut words);
     Ok(words)
 }
 
-pub(crate) fn expect_len(tensor: &'static str, found: usize, shape: [usize; 2]) -> Result<(), Error> {
-    let expected = shape[0] * shape[1];
+/// Checks that codes are `[k, n]` and fit the width.
+fn check_codes(shape: &Shape, codes: &[u8]) -> Result<(), Error> {
+    expect_len("codes", codes.len(), [shape.in_features, shape.out_features])?;
+    let largest = codes.iter().fold(0, |largest, &code| code.max(largest));
+    if u32::from(largest) > shape.bits.max_code() {
+        let position = codes.iter().position(|&c| u32::from(c) > shape.bits.max_code()).unwrap_or(0);
+        return Err(Error::Code { position, found: codes[position], bits: shape.bits });
+    }
+    Ok(())
+}
+
+fn check_size(axis: &'static str, found: usize) -> Result<(), Error> {
+    if (1..=i32::MAX as usize).contains(&found) { Ok(()) } else { Err(Error::Size { axis, found }) }
+}
+
+fn check_groups(in_features: usize, groups: usize) -> Result<(), Error> {
+    check_size("in_features", in_features)?;
+    if (1..=in_features).contains(&groups) { Ok(()) } else { Err(Error::GroupCount { in_features, groups }) }
+}
+
+fn expect_len(tensor: &'static str, found: usize, shape: [usize; 2]) -> Result<(), Error> {
+    // Saturated products match no length.
+    let expected = shape[0].saturating_mul(shape[1]);
     if found == expected { Ok(()) } else { Err(Error::Length { tensor, found, expected }) }
 }

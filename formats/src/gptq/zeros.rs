@@ -1,6 +1,6 @@
 //! `qzeros`: which integer is stored, and what it means (SPEC §4).
 
-use super::{Bits, Error, Shape, expect_len};
+use super::{Error, Shape, expect_len};
 use crate::bitstream;
 use serde::Serialize;
 use std::fmt;
@@ -24,7 +24,8 @@ impl fmt::Display for ZeroConvention {
     }
 }
 
-/// How stored fields become zero points. For symmetric modules all v1 encodings but the last agree.
+/// How stored fields become zero points (SPEC G4.5 to G4.9). Where no field is all ones, as in symmetric
+/// modules, all v1 encodings but the last agree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ZeroEncoding {
@@ -54,7 +55,7 @@ impl ZeroEncoding {
 /// The constant that GPTQModel before 7.0 subtracted from the words of a 3-bit triple.
 const SWAPPED_THREE_BIT: [u32; 3] = [0x2492_4924, 0x9249_2492, 0x4924_9249];
 
-/// What the stored fields of a module say about its convention (SPEC §4.2).
+/// What the stored fields of a module say about its convention (SPEC G4.10 to G4.12).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ZeroSurvey {
     /// The one value that all fields have, if they have one.
@@ -63,16 +64,17 @@ pub struct ZeroSurvey {
     pub three_bit_swapped: bool,
     /// Fields of only ones. In a v1 file: a zero point of 0 that wrapped, or one that readers disagree on.
     pub all_ones: usize,
-    /// Runs of two or more all-ones fields that reach the top of their word: AutoGPTQ's smear, whose zero
-    /// points are lost.
+    /// Words that are ones from some field to their top, with other fields above it: AutoGPTQ's smear,
+    /// whose zero points are lost. It means nothing where word-wise addition applies.
     pub smears: usize,
 }
 
 /// Looks at every stored field of `qzeros`, without deciding what it means.
 ///
 /// # Errors
-/// [`Error::Length`].
+/// [`Error::Length`]; [`Error::Size`] and [`Error::GroupCount`] for a shape that no weight has.
 pub fn survey_zeros(shape: &Shape, qzeros: &[u32]) -> Result<ZeroSurvey, Error> {
+    shape.check()?;
     let [groups, words] = shape.qzeros();
     expect_len("qzeros", qzeros.len(), [groups, words])?;
     let ones = shape.bits.max_code() as u8;
@@ -85,7 +87,7 @@ pub fn survey_zeros(shape: &Shape, qzeros: &[u32]) -> Result<ZeroSurvey, Error> 
         let first = *first.get_or_insert(fields[0]);
         constant &= fields.iter().all(|&f| f == first);
         survey.all_ones += fields.iter().filter(|&&f| f == ones).count();
-        survey.smears += smears(&fields, shape.bits);
+        survey.smears += (0..words).filter(|&i| is_smear(row[i], i, shape)).count();
         survey.three_bit_swapped = survey.three_bit_swapped && {
             let mut row = row.to_vec();
             add_swapped(&mut row);
@@ -97,18 +99,16 @@ pub fn survey_zeros(shape: &Shape, qzeros: &[u32]) -> Result<ZeroSurvey, Error> 
     Ok(survey)
 }
 
-/// Counts runs of at least two all-ones fields that end with the last whole field of a 32-bit word.
-fn smears(fields: &[u8], bits: Bits) -> usize {
-    let ones = bits.max_code() as u8;
-    let width = bits.get() as usize;
-    (1..fields.len())
-        .filter(|&i| {
-            let (start, end) = (i * width, (i + 1) * width);
-            let whole = start / 32 == (end - 1) / 32;
-            let next_is_not = end / 32 != (end + width - 1) / 32 || end % 32 == 0;
-            whole && next_is_not && fields[i] == ones && fields[i - 1] == ones
-        })
-        .count()
+/// Whether `word`, the one at `index` of a row, is ones from the start of a field to its top, with at least
+/// one bit of another field above that one.
+fn is_smear(word: u32, index: usize, shape: &Shape) -> bool {
+    let bits = shape.bits.get() as usize;
+    let end = 32 * (index + 1);
+    // The writer that smears has no padding; a padded word's top says nothing.
+    let whole = end <= shape.out_features * bits;
+    // Start of the last field that ends below the top of the word: of the 3-bit fields c9, c20 and c30.
+    let start = (end.div_ceil(bits) - 2) * bits;
+    whole && word.leading_ones() as usize >= end - start
 }
 
 fn add_swapped(words: &mut [u32]) {
@@ -117,13 +117,18 @@ fn add_swapped(words: &mut [u32]) {
     }
 }
 
-/// Decodes `qzeros` into zero points `[groups, n]` (SPEC §4.3); values are 0 to `2^bits`.
+/// Decodes `qzeros` into zero points `[groups, n]` (SPEC §4); values are 0 to `2^bits`.
 ///
 /// # Errors
-/// [`Error::Length`].
+/// [`Error::Length`]; [`Error::Size`] and [`Error::GroupCount`] for a shape that no weight has;
+/// [`Error::EncodingWidth`] for [`ZeroEncoding::V1ThreeBitSwapped`] at another width.
 pub fn decode_zeros(shape: &Shape, qzeros: &[u32], encoding: ZeroEncoding) -> Result<Vec<u16>, Error> {
+    shape.check()?;
     let [groups, words] = shape.qzeros();
     expect_len("qzeros", qzeros.len(), [groups, words])?;
+    if encoding == ZeroEncoding::V1ThreeBitSwapped && shape.bits.get() != 3 {
+        return Err(Error::EncodingWidth { bits: shape.bits });
+    }
     let bits = shape.bits.get();
     let mut fields = vec![0; shape.out_features];
     let mut zeros = Vec::with_capacity(groups * shape.out_features);
@@ -153,12 +158,14 @@ pub fn decode_zeros(shape: &Shape, qzeros: &[u32], encoding: ZeroEncoding) -> Re
     Ok(zeros)
 }
 
-/// Encodes zero points `[groups, n]` into `qzeros`, field by field (SPEC §4.4).
+/// Encodes zero points `[groups, n]` into `qzeros`, field by field (SPEC G4.13, G4.14).
 ///
 /// # Errors
-/// [`Error::Length`]; [`Error::ZeroNotRepresentable`] for z = 0 in v1, whose encodings readers disagree on,
+/// [`Error::Length`]; [`Error::Size`] and [`Error::GroupCount`] for a shape that no weight has;
+/// [`Error::ZeroNotRepresentable`] for z = 0 in v1, whose encodings readers disagree on,
 /// and for z = `2^bits` in v2.
 pub fn encode_zeros(shape: &Shape, zeros: &[u16], convention: ZeroConvention) -> Result<Vec<u32>, Error> {
+    shape.check()?;
     expect_len("zeros", zeros.len(), shape.scales())?;
     let stored_less = match convention {
         ZeroConvention::V1 => 1,

@@ -1,0 +1,218 @@
+//! `report.json`: what was converted, how exactly, and from what.
+
+use crate::checkpoint::{Checkpoint, Layout, Module};
+use crate::output::{ShardFile, SideFiles};
+use crate::plan::{BiasDecision, Decision, ModuleOption, Objective, Plan, PlannedModule, Price, Target, Totals};
+use crate::warning::Warning;
+use requant_formats::exl2::Bits;
+use serde::Serialize;
+
+/// Version of the schema; raised when a field changes its meaning or goes.
+pub const SCHEMA: u32 = 1;
+
+/// The report of a conversion. It holds no time, host or path: the same input and options give the same
+/// bytes.
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    /// [`SCHEMA`].
+    pub schema: u32,
+    /// Name and version of the tool.
+    pub tool: String,
+    /// The source.
+    pub source: SourceFacts,
+    /// What was asked for.
+    pub target: Target,
+    /// Sizes.
+    pub totals: Totals,
+    /// What the widths were chosen by.
+    pub objective: Option<Objective>,
+    /// Mean over the decoder's quantized linears of [`ReportModule::relative_error`].
+    pub mean_relative_error: f64,
+    /// Each linear, in block order.
+    pub modules: Vec<ReportModule>,
+    /// Where each tensor of the output comes from.
+    pub tensors: Vec<TensorOrigin>,
+    /// The files that hold the tensors.
+    pub shards: Vec<ShardFile>,
+    /// Other files: what was copied, what not and why.
+    pub side_files: SideFiles,
+    /// What was odd, what was assumed, what it changes.
+    pub warnings: Vec<Warning>,
+}
+
+/// What the source was.
+#[derive(Clone, Debug, Serialize)]
+pub struct SourceFacts {
+    /// sha256 over its files' names, sizes and headers.
+    pub fingerprint: String,
+    /// `architectures[0]`.
+    pub architecture: Option<String>,
+}
+
+/// What a conversion did to a tensor, from best to worst.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Exactness {
+    /// The same bytes.
+    Identical,
+    /// Other bytes, the same values as decoded.
+    Exact,
+    /// Rounded once more.
+    Rounded,
+    /// Quantized anew; the error is measured.
+    Requantized,
+}
+
+/// One linear.
+#[derive(Clone, Debug, Serialize)]
+pub struct ReportModule {
+    /// Name in the output.
+    pub name: String,
+    /// Name in the source.
+    pub source: String,
+    /// k.
+    pub in_features: usize,
+    /// n.
+    pub out_features: usize,
+    /// n as stored, padded to a multiple of 32.
+    pub stored_out_features: usize,
+    /// Layout in the source, in words: `gptq 4-bit g32 act-order v1`.
+    pub layout_before: String,
+    /// Layout in the output: `exl2` or `dense`.
+    pub layout_after: &'static str,
+    /// Rows of a group, if it is EXL2.
+    pub group_size: Option<usize>,
+    /// Rows of each width, the widest first.
+    pub widths: Vec<(Bits, usize)>,
+    /// Groups that hold parts of several source groups.
+    pub straddling_groups: usize,
+    /// Bits of its tensors, the bias included.
+    pub stored_bits: u64,
+    /// Stored bits a weight.
+    pub bpw: f64,
+    /// What happened to the weight.
+    pub exactness: Exactness,
+    /// Frobenius norm of the difference over that of the weight, of the bytes as written.
+    pub relative_error: f64,
+    /// What happened to the bias.
+    pub bias: BiasDecision,
+    /// What the layout was chosen from: each width for all of the module, at each group size.
+    pub options: Vec<ModuleOption>,
+    /// The next option that costs more, and what it would bring.
+    pub step_up: Option<Price>,
+    /// The next option that costs less, and what it would lose.
+    pub step_down: Option<Price>,
+}
+
+/// Where a tensor of the output comes from.
+#[derive(Clone, Debug, Serialize)]
+pub struct TensorOrigin {
+    /// Name in the output.
+    pub name: String,
+    /// Tensors of the source that it was made of.
+    pub sources: Vec<String>,
+    /// What happened to it.
+    pub exactness: Exactness,
+}
+
+impl ReportModule {
+    pub(super) fn new(
+        planned: &PlannedModule,
+        module: Option<&Module>,
+        relative_error: f64,
+        exactness: Exactness,
+    ) -> Self {
+        let (group_size, widths, straddling_groups, stored_bits) = match &planned.decision {
+            Decision::Dense => (None, Vec::new(), 0, 16 * planned.weights() + planned.bias_bits()),
+            Decision::Exl2(d) => {
+                (Some(d.group_size), d.widths(planned.in_features), d.straddling_groups, d.stored_bits)
+            }
+        };
+        Self {
+            name: planned.name.clone(),
+            source: planned.source.clone(),
+            in_features: planned.in_features,
+            out_features: planned.out_features,
+            stored_out_features: planned.stored_out_features(),
+            layout_before: module.map_or_else(|| "dense (tied embedding)".into(), |m| describe(m.layout())),
+            layout_after: if group_size.is_some() { "exl2" } else { "dense" },
+            group_size,
+            widths,
+            straddling_groups,
+            stored_bits,
+            bpw: stored_bits as f64 / planned.weights().max(1) as f64,
+            exactness,
+            relative_error,
+            bias: planned.bias,
+            options: planned.options.clone(),
+            step_up: planned.step_up.clone(),
+            step_down: planned.step_down.clone(),
+        }
+    }
+}
+
+/// A layout in a few words.
+pub fn describe(layout: &Layout) -> String {
+    match layout {
+        Layout::Gptq(gptq) => {
+            let size = match gptq.group_size {
+                size if size == gptq.shape.in_features => "per column".to_string(),
+                size => format!("g{size}"),
+            };
+            let order = match gptq.g_idx {
+                requant_formats::gptq::GIdxKind::ActOrder => " act-order",
+                _ => "",
+            };
+            format!("gptq {}-bit {size}{order}", gptq.shape.bits.get())
+        }
+        Layout::Exl2(exl2) => {
+            let mut widths: Vec<u32> = exl2.groups.groups().iter().map(|g| g.bits.get()).collect();
+            widths.dedup();
+            let widths: Vec<String> = widths.iter().map(u32::to_string).collect();
+            format!("exl2 {}-bit", widths.join("/"))
+        }
+        Layout::Dense { dtype } => format!("dense {dtype:?}").to_lowercase(),
+    }
+}
+
+impl Report {
+    pub(super) fn new(
+        checkpoint: &Checkpoint,
+        plan: &Plan,
+        modules: Vec<ReportModule>,
+        tensors: Vec<TensorOrigin>,
+        shards: Vec<ShardFile>,
+        side_files: SideFiles,
+        warnings: Vec<Warning>,
+    ) -> Self {
+        let requantized = || {
+            modules.iter().filter(|m| m.exactness == Exactness::Requantized && m.name != crate::arch::HEAD)
+        };
+        let mean = requantized().map(|m| m.relative_error).sum::<f64>() / requantized().count().max(1) as f64;
+        Self {
+            schema: SCHEMA,
+            tool: concat!("requant ", env!("CARGO_PKG_VERSION")).into(),
+            source: SourceFacts {
+                fingerprint: checkpoint.fingerprint(),
+                architecture: checkpoint.architecture().map(|a| a.name.into()),
+            },
+            target: plan.target,
+            totals: plan.totals.clone(),
+            objective: plan.objective.clone(),
+            mean_relative_error: mean,
+            modules,
+            tensors,
+            shards,
+            side_files,
+            warnings,
+        }
+    }
+
+    /// The bytes of `report.json`.
+    pub fn to_json(&self) -> String {
+        // Maps have string keys and floats are finite: nothing here can fail to serialise.
+        let mut json = serde_json::to_string_pretty(self).unwrap_or_default();
+        json.push('\n');
+        json
+    }
+}

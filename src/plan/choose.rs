@@ -1,0 +1,82 @@
+//! Measures every option and lets the solver choose under the budget.
+
+use super::options::{Candidate, Job, Outcome};
+use super::solve::{Choice, Solution, solve};
+use super::{Error, Objective};
+use crate::checkpoint::Checkpoint;
+use crate::progress::{Event, Observer};
+
+pub(super) fn by_error(
+    checkpoint: &Checkpoint,
+    jobs: &[&Job<'_>],
+    bpw: f64,
+    observer: &dyn Observer,
+) -> Result<(Vec<Outcome>, Objective), crate::Error> {
+    let weights: u64 = jobs.iter().map(|job| job.member.module.weights()).sum();
+    let budget = budget(jobs, bpw, weights)?;
+    observer.event(&Event::Stage { name: "measure", modules: jobs.len(), weights });
+    let mut measured: Vec<Vec<Candidate>> = Vec::with_capacity(jobs.len());
+    for job in jobs {
+        if observer.cancelled() {
+            return Err(crate::Error::Cancelled);
+        }
+        measured.push(job.measure(checkpoint)?);
+        let module = job.member.module;
+        observer.event(&Event::Module { name: module.name(), weights: module.weights() });
+    }
+    let solved = |uniform_only: bool| -> Result<(Solution, Vec<Vec<usize>>), Error> {
+        let open: Vec<Vec<usize>> = measured
+            .iter()
+            .map(|c| (0..c.len()).filter(|&i| c[i].uniform || !uniform_only).collect())
+            .collect();
+        let classes: Vec<Vec<Choice>> = (jobs.iter().zip(&measured).zip(&open))
+            .map(|((job, candidates), open)| {
+                let n = job.member.linear.out_features as f64;
+                let choice = |&i: &usize| Choice {
+                    cost: candidates[i].stored_bits,
+                    error: n * candidates[i].squared_error,
+                };
+                open.iter().map(choice).collect()
+            })
+            .collect();
+        let solution = solve(&classes, budget).ok_or_else(|| infeasible(jobs, bpw, weights))?;
+        Ok((solution, open))
+    };
+    let (best, open) = solved(false)?;
+    let (one_width, one_width_open) = solved(true)?;
+    let mean = |solution: &Solution, open: &[Vec<usize>]| {
+        let errors = measured.iter().zip(open).zip(&solution.picks).map(|((c, o), &p)| c[o[p]].squared_error.sqrt());
+        errors.sum::<f64>() / jobs.len() as f64
+    };
+    let objective = Objective {
+        value: best.error,
+        one_width_a_module: one_width.error,
+        gap: best.gap,
+        mean_relative_error: mean(&best, &open),
+        mean_relative_error_one_width: mean(&one_width, &one_width_open),
+    };
+    let outcomes = (jobs.iter().zip(&measured).zip(open.iter().zip(&best.picks)))
+        .map(|((job, candidates), (open, &pick))| job.outcome(candidates, open[pick]))
+        .collect();
+    Ok((outcomes, objective))
+}
+
+fn budget(jobs: &[&Job<'_>], bpw: f64, weights: u64) -> Result<u64, Error> {
+    let (lowest, highest) = range(jobs);
+    let bits = bpw * weights as f64;
+    // More than the dearest options is no error of size, but not what was asked for either.
+    if bits.is_nan() || bits < lowest as f64 || bits > highest as f64 {
+        return Err(infeasible(jobs, bpw, weights));
+    }
+    Ok(bits as u64)
+}
+
+fn range(jobs: &[&Job<'_>]) -> (u64, u64) {
+    jobs.iter().map(|job| job.range()).fold((0, 0), |sum, range| (sum.0 + range.0, sum.1 + range.1))
+}
+
+fn infeasible(jobs: &[&Job<'_>], asked: f64, weights: u64) -> Error {
+    let (lowest, highest) = range(jobs);
+    let bpw = |bits: u64| bits as f64 / weights as f64;
+    Error::Infeasible { asked, lowest: bpw(lowest), highest: bpw(highest) }
+}

@@ -1,0 +1,119 @@
+//! Fits one group, and puts a module together from its groups.
+
+use super::panel::{LANES, Path, round};
+use super::samples::Samples;
+use super::search::{Search, code_range, search, steps};
+use super::source::{Cut, Source};
+use half::f16;
+use rayon::prelude::*;
+use requant_formats::Permutation;
+use requant_formats::exl2::{Bits, Error, Group, GroupTable, Matrix, ceiling_for};
+
+/// How a group was quantized.
+#[derive(Debug)]
+pub struct Fit {
+    bits: Bits,
+    ceiling: f16,
+    index: Vec<u8>,
+    /// Code of each sample, `[panels][values][16]`.
+    table: Vec<[u8; LANES]>,
+    /// Sum of squared differences between the source's weights and the decoded ones.
+    pub squared_error: f64,
+}
+
+/// An EXL2 matrix and what it cost.
+#[derive(Debug)]
+pub struct Quantized {
+    /// The matrix.
+    pub matrix: Matrix,
+    /// Sum of squared differences between the source's weights and the decoded ones.
+    pub squared_error: f64,
+    /// Sum of squares of the source's weights.
+    pub squared_norm: f64,
+}
+
+impl Quantized {
+    /// Frobenius norm of the difference over that of the weights; 0 for a module of zeros.
+    pub fn relative_error(&self) -> f64 {
+        relative_error(self.squared_error, self.squared_norm)
+    }
+}
+
+fn relative_error(squared_error: f64, squared_norm: f64) -> f64 {
+    if squared_norm == 0.0 { 0.0 } else { (squared_error / squared_norm).sqrt() }
+}
+
+/// Quantizes one group.
+pub fn fit_group(samples: &Samples, bits: Bits) -> Fit {
+    fit_group_with(samples, bits, &Search::for_bits(bits, samples.grid()))
+}
+
+/// Quantizes one group with a search of one's own.
+pub fn fit_group_with(samples: &Samples, bits: Bits, how: &Search) -> Fit {
+    let path = Path::available().pop().unwrap_or(Path::Plain);
+    fit_group_on(samples, bits, how, path)
+}
+
+pub(super) fn fit_group_on(samples: &Samples, bits: Bits, how: &Search, path: Path) -> Fit {
+    let choice = search(samples, bits, how, path);
+    let (range, offered) = (code_range(bits), steps(choice.ceiling, bits));
+    let mut table = Vec::new();
+    let mut squared_error = 0.0;
+    for panel in 0..samples.panels() {
+        let scale: [f32; LANES] =
+            std::array::from_fn(|lane| offered.scale[usize::from(choice.index[panel * LANES + lane])]);
+        let samples = samples.panel(panel);
+        for (value, weight) in samples.values.iter().zip(samples.weights) {
+            let mut codes = [0u8; LANES];
+            for lane in 0..LANES {
+                let code = round((value[lane] / scale[lane]).max(range.low).min(range.high));
+                let decoded = f16::from_f32(code * scale[lane]).to_f32();
+                let miss = f64::from(value[lane]) - f64::from(decoded);
+                squared_error += f64::from(weight[lane]) * miss * miss;
+                codes[lane] = (code - range.low) as u8;
+            }
+            table.push(codes);
+        }
+    }
+    Fit { bits, ceiling: choice.ceiling, index: choice.index, table, squared_error }
+}
+
+/// Quantizes a module: group `i` of `cut` gets `bits[i]`. Groups are stored widest first, as the format
+/// wants, and otherwise in the order of the cut.
+///
+/// # Errors
+/// Those of [`Matrix::new`]; none for sizes that the format allows.
+pub fn quantize(source: &Source, cut: &Cut, bits: &[Bits]) -> Result<Quantized, Error> {
+    let n = source.n;
+    let order = Permutation::stable_sort_by_key(bits.len(), |g| std::cmp::Reverse(bits[g as usize]));
+    let fitted: Vec<_> = order
+        .map()
+        .par_iter()
+        .map(|&g| {
+            let (places, bits) = (cut.groups[g as usize].clone(), bits[g as usize]);
+            let samples = Samples::new(source, places);
+            let fit = fit_group(&samples, bits);
+            let mut codes = vec![0; samples.rows() * n];
+            for (row, codes) in codes.chunks_exact_mut(n).enumerate() {
+                samples.codes_of_row(source, row, &fit.table, codes);
+            }
+            (fit, codes, samples.squared_norm())
+        })
+        .collect();
+    let (mut squared_error, mut squared_norm) = (0.0, 0.0);
+    let mut codes = Vec::with_capacity(source.k * n);
+    let (mut index, mut scale_max, mut groups) = (Vec::new(), Vec::new(), Vec::new());
+    for (fit, group_codes, norm) in fitted {
+        squared_error += fit.squared_error;
+        squared_norm += norm;
+        groups.push(Group { bits: fit.bits, rows: group_codes.len() / n });
+        codes.extend(group_codes);
+        index.extend(fit.index);
+        scale_max.push(ceiling_for(fit.ceiling).unwrap_or(f16::INFINITY));
+    }
+    let places = order.map().iter().flat_map(|&g| cut.groups[g as usize].clone());
+    let packed_rows: Vec<u32> = places.map(|place| source.rows.map()[place]).collect();
+    let invperm = Permutation::new(packed_rows)?.inverse();
+    let matrix = Matrix::new(GroupTable::new(groups)?, n, codes, index, scale_max, invperm)?;
+    Ok(Quantized { matrix, squared_error, squared_norm })
+}
