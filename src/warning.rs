@@ -6,7 +6,53 @@ use serde::Serialize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum WarningCode {}
+pub enum WarningCode {
+    /// An adapter lies beside the model or is named by its configuration. It is not applied.
+    AdapterIgnored,
+    /// A weights file that the index doesn't name. It is not read.
+    FileIgnored,
+    /// An index whose shards don't exist, or a second one. The weights that do exist are read.
+    IndexIgnored,
+    /// Tensors that the index doesn't list. They are read.
+    NotInIndex,
+    /// A tensor in a shard that isn't the one the index gives. The index's shard counts.
+    CopyElsewhere,
+    /// No configuration of the quantization. All is derived from the tensors.
+    NoQuantizationConfig,
+    /// A configuration of the quantization, but no quantized module. The model is read as dense.
+    NothingQuantized,
+    /// Two configuration files, or two keys of one, say different things.
+    ConfigsDisagree,
+    /// The configuration gives other bits or groups than the tensors have. The tensors count.
+    ConfigTensorConflict,
+    /// The configuration denies act-order, but `g_idx` has it. The tensor counts; some engines obey the
+    /// configuration and compute garbage.
+    ActOrderDenied,
+    /// `dynamic` leaves a module dense that is quantized. The tensors count.
+    DynamicConflict,
+    /// `dynamic` rules mean something else to engines that try them in the file's order.
+    DynamicOrder,
+    /// `config.json` names an architecture that requant doesn't know: sizes and completeness are unchecked.
+    UnknownArchitecture,
+    /// The label for zero points contradicts the stored values. The values count.
+    ZeroLabelWrong,
+    /// Nothing tells the convention of the zero points. v1 is assumed.
+    ZerosAssumed,
+    /// Read by label, but the values look like the other convention.
+    ZerosSuspicious,
+    /// Stated to be symmetric, but isn't. Read as asymmetric.
+    SymConflict,
+    /// Stored zero points of only ones, read by their writer's rule or the user's choice.
+    ZeroPointsWrapped,
+    /// Stored zero points of only ones that readers disagree on. Converting needs a choice.
+    ZerosUndecided,
+    /// Zero points that the writer destroyed. Converting is refused.
+    ZerosLost,
+    /// Embeddings are tied by the configuration, but the head is stored and differs. The stored head counts.
+    TiedHeadDiffers,
+    /// Embeddings are tied by the configuration, but the head is quantized. The stored head counts.
+    TiedHeadQuantized,
+}
 
 /// One warning. `subject` is a module, tensor or file; `message` says what was found, what requant assumes
 /// and what that changes.

@@ -1,19 +1,184 @@
-//! Opens a checkpoint directory (being written).
+//! Opens a checkpoint directory and gives its linears as typed modules.
+//!
+//! Takes a folder with `config.json` and `.safetensors` files; gives [`Module`]s (what each linear's tensors
+//! say it is), the other tensors, and warnings. Must not write, run pickles, or decide what becomes of a
+//! module. Configuration breaks ties; where it contradicts the tensors, they count and a [`Warning`] says so.
+//!
+//! All that headers and values can tell is checked by [`Checkpoint::open`], so that later code need not:
+//! every header and offset, the index, all modules of the architecture with their sizes, `g_idx`, scales,
+//! group tables, permutations, and the convention of the zero points. Files are mapped, and nothing is
+//! copied until it is asked for.
+//!
+//! ```no_run
+//! # fn main() -> Result<(), requant::checkpoint::Error> {
+//! use requant::checkpoint::{Checkpoint, OpenOptions};
+//! let checkpoint = Checkpoint::open("model".as_ref(), &OpenOptions::default())?;
+//! for module in checkpoint.modules() {
+//!     let weights = checkpoint.dequantize(module)?; // fp16, [in_features, out_features]
+//!     assert_eq!(weights.len() as u64, module.weights());
+//! }
+//! # Ok(())
+//! # }
+//! ```
 
-/// Being written.
+mod config;
+mod dynamic;
+mod error;
+mod examine;
+mod header;
+mod json;
+mod mapped;
+mod module;
+mod open;
+mod read;
+mod report;
+mod shards;
+mod tensor;
+mod zeros;
+
+pub use config::{CONFIG, GroupSize, Producer, QuantConfig};
+pub use dynamic::{Overrides, Resolved, Rules, Verdict};
+pub use error::{Error, Fault};
+pub use module::{Bias, Exl2, Gptq, Layout, Module};
+pub use shards::Shard;
+pub use tensor::{TensorInfo, TensorView};
+pub use zeros::{AllOnes, ZeroEvidence, Zeros};
+
+use crate::arch::{Architecture, Dims};
+use crate::warning::Warning;
+use requant_formats::gptq::ZeroConvention;
+use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
+use shards::Shards;
+use std::path::{Path, PathBuf};
+
+/// What the user settles where files can't.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OpenOptions {
+    /// What an all-ones zero point of an asymmetric v1 module means, where its writer isn't GPTQModel.
+    pub all_ones: Option<AllOnes>,
+    /// The convention of all zero points, against values and label.
+    pub zeros: Option<ZeroConvention>,
+}
+
+/// An open checkpoint.
 #[derive(Debug)]
-pub struct Checkpoint;
+pub struct Checkpoint {
+    dir: PathBuf,
+    config: Map<String, Value>,
+    quant: Option<QuantConfig>,
+    known: Option<(&'static Architecture, Dims)>,
+    shards: Shards,
+    modules: Vec<Module>,
+    by_name: open::ByName,
+    other_tensors: Vec<usize>,
+    tied_copy: bool,
+    warnings: Vec<Warning>,
+}
 
-/// Being written.
-#[derive(Debug, thiserror::Error)]
-#[error("checkpoint")]
-pub struct Error;
-
-impl crate::Diagnose for Error {
-    fn code(&self) -> &'static str {
-        "checkpoint"
+impl Checkpoint {
+    /// Opens a directory and checks all that can be checked without decoding weights.
+    ///
+    /// # Errors
+    /// The first fault, with its file and tensor: see [`Fault`].
+    pub fn open(dir: &Path, options: &OpenOptions) -> Result<Self, Error> {
+        open::open(dir, options)
     }
-    fn kind(&self) -> crate::Kind {
-        crate::Kind::Input
+
+    /// The directory.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// `config.json` as it is.
+    pub fn config(&self) -> &Map<String, Value> {
+        &self.config
+    }
+
+    /// What the configuration files say about quantization.
+    pub fn quant_config(&self) -> Option<&QuantConfig> {
+        self.quant.as_ref()
+    }
+
+    /// The architecture; `None` when the table doesn't have it.
+    pub fn architecture(&self) -> Option<&'static Architecture> {
+        self.known.as_ref().map(|(arch, _)| *arch)
+    }
+
+    /// The architecture's sizes.
+    pub fn dims(&self) -> Option<&Dims> {
+        self.known.as_ref().map(|(_, dims)| dims)
+    }
+
+    /// All linears, block by block, `lm_head` last. Of an unknown architecture: those that tensors show.
+    pub fn modules(&self) -> &[Module] {
+        &self.modules
+    }
+
+    /// A linear by name.
+    pub fn module(&self, name: &str) -> Option<&Module> {
+        self.by_name.get(name).map(|&i| &self.modules[i])
+    }
+
+    /// The tensors that belong to no module: embeddings, norms, routers.
+    pub fn other_tensors(&self) -> impl Iterator<Item = &TensorInfo> {
+        self.other_tensors.iter().map(|&i| &self.shards.tensors[i])
+    }
+
+    /// A tensor by name.
+    pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
+        self.shards.tensor(name)
+    }
+
+    /// Whether `lm_head.weight` is stored although the embedding is tied and has the same bytes.
+    pub fn head_is_tied_copy(&self) -> bool {
+        self.tied_copy
+    }
+
+    /// What was odd.
+    pub fn warnings(&self) -> &[Warning] {
+        &self.warnings
+    }
+
+    /// The files of weights.
+    pub fn files(&self) -> &[Shard] {
+        &self.shards.files
+    }
+
+    /// The index in use, if the weights are sharded by one.
+    pub fn index(&self) -> Option<&Path> {
+        self.shards.index.as_deref()
+    }
+
+    /// sha256 over the configuration and the names, sizes and headers of all weight files, in hexadecimal.
+    /// It doesn't read weights: it tells one checkpoint from another, not a damaged one from a whole one.
+    pub fn fingerprint(&self) -> String {
+        let mut hash = Sha256::new();
+        let mut add = |part: &[u8]| {
+            hash.update((part.len() as u64).to_le_bytes());
+            hash.update(part);
+        };
+        add(&serde_json::to_vec(&self.config).unwrap_or_default());
+        for file in self.files() {
+            add(file.name().as_bytes());
+            add(&file.size().to_le_bytes());
+            add(file.header());
+        }
+        hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// Checks that no file of weights changed since it was opened.
+    ///
+    /// # Errors
+    /// [`Fault::Changed`], [`Fault::Io`].
+    pub fn check_unchanged(&self) -> Result<(), Error> {
+        for file in self.files() {
+            match file.map.unchanged() {
+                Ok(true) => {}
+                Ok(false) => return Err(Error::new(file.path(), Fault::Changed)),
+                Err(e) => return Err(Error::new(file.path(), e)),
+            }
+        }
+        Ok(())
     }
 }

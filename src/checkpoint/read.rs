@@ -1,0 +1,178 @@
+//! Reading a module's weight: unpacked, or decoded to numbers.
+
+use super::Checkpoint;
+use super::error::{Error, Fault};
+use super::examine::tensor_of;
+use super::module::{Gptq, Layout, Module};
+use super::tensor::TensorView;
+use half::{f16, slice::HalfFloatSliceExt};
+use requant_formats::exl2;
+use requant_formats::gptq::{self, GIdx};
+
+impl Checkpoint {
+    /// Checks that every module can be decoded: that no zero point is undecided or lost.
+    ///
+    /// # Errors
+    /// [`Fault::Smear`] or [`Fault::AllOnes`], with all modules concerned; `tensor` is the first one's.
+    pub fn require_decodable(&self) -> Result<(), Error> {
+        self.require_decoded_zeros(&self.modules)
+    }
+
+    fn require_decoded_zeros<'a>(&self, modules: impl IntoIterator<Item = &'a Module>) -> Result<(), Error> {
+        let undecoded: Vec<(&Module, &Gptq)> = modules
+            .into_iter()
+            .filter_map(|module| match &module.layout {
+                Layout::Gptq(gptq) if gptq.zeros.encoding.is_none() => Some((module, gptq)),
+                _ => None,
+            })
+            .collect();
+        let lost: Vec<(&Module, &Gptq)> =
+            undecoded.iter().copied().filter(|(_, gptq)| gptq.zeros.smears > 0).collect();
+        let names = |list: &[(&Module, &Gptq)]| list.iter().map(|(module, _)| module.name.clone()).collect();
+        let (first, fault) = match (lost.first(), undecoded.first()) {
+            (Some((first, _)), _) => {
+                let count = lost.iter().map(|(_, gptq)| gptq.zeros.smears).sum();
+                (first, Fault::Smear { count, modules: names(&lost) })
+            }
+            (None, Some((first, _))) => {
+                let count = undecoded.iter().map(|(_, gptq)| gptq.zeros.all_ones).sum();
+                (first, Fault::AllOnes { count, modules: names(&undecoded) })
+            }
+            (None, None) => return Ok(()),
+        };
+        Err(self.need(first, "qzeros")?.error(fault))
+    }
+
+    /// Unpacks a GPTQ module.
+    ///
+    /// # Errors
+    /// [`Fault::OtherLayout`] for another layout; [`Fault::AllOnes`], [`Fault::Smear`].
+    pub fn gptq(&self, module: &Module) -> Result<gptq::Matrix, Error> {
+        let Layout::Gptq(stored) = &module.layout else { return Err(self.other_layout(module, "gptq")) };
+        self.require_decoded_zeros([module])?;
+        let Some(encoding) = stored.zeros.encoding else { unreachable!("refused above") };
+        let (qweight, qzeros) = (self.need(module, "qweight")?, self.need(module, "qzeros")?);
+        let scales = self.need(module, "scales")?;
+        let shape = stored.shape;
+        let codes = gptq::unpack_codes(&shape, &qweight.words().unwrap_or_default());
+        let codes = codes.map_err(|e| qweight.error(e))?;
+        let zeros = gptq::decode_zeros(&shape, &qzeros.words().unwrap_or_default(), encoding);
+        let zeros = zeros.map_err(|e| qzeros.error(e))?;
+        let g_idx = self.tensor(&format!("{}.g_idx", module.name));
+        let index = g_idx.and_then(|tensor| tensor.integers());
+        let stated = module.stated_group_size;
+        let g_idx = GIdx::new(index.as_deref(), shape.in_features, shape.groups, stated)
+            .map_err(|e| g_idx.unwrap_or(scales).error(e))?;
+        gptq::Matrix::new(shape, codes, zeros, scales.floats().unwrap_or_default(), g_idx)
+            .map_err(|e| scales.error(e))
+    }
+
+    /// Unpacks an EXL2 module, and checks every code and scale of it.
+    ///
+    /// # Errors
+    /// [`Fault::OtherLayout`] for another layout, [`Fault::Exl2`].
+    pub fn exl2(&self, module: &Module) -> Result<exl2::Matrix, Error> {
+        let Layout::Exl2(stored) = &module.layout else { return Err(self.other_layout(module, "exl2")) };
+        let q_weight = self.need(module, "q_weight")?;
+        let (q_invperm, q_scale) = (self.need(module, "q_invperm")?, self.need(module, "q_scale")?);
+        let (q_scale_max, q_groups) = (self.need(module, "q_scale_max")?, self.need(module, "q_groups")?);
+        let tensors = exl2::Tensors {
+            q_weight: &q_weight.words().unwrap_or_default(),
+            q_invperm: &q_invperm.words().unwrap_or_default(),
+            q_scale: &q_scale.words().unwrap_or_default(),
+            q_scale_max: &q_scale_max.f16s().unwrap_or_default(),
+            q_groups: &q_groups.i16s().unwrap_or_default(),
+        };
+        let unpacked = exl2::Matrix::unpack(tensors, stored.stored_out_features).and_then(|matrix| {
+            matrix.check_padding(module.out_features)?;
+            Ok(matrix)
+        });
+        unpacked.map_err(|e| match self.need(module, tensor_of(&e)) {
+            Ok(tensor) => tensor.error(e),
+            Err(missing) => missing,
+        })
+    }
+
+    /// The weight of a dense module as `[in_features, out_features]`, exact.
+    ///
+    /// # Errors
+    /// [`Fault::OtherLayout`] for another layout.
+    pub fn dense(&self, module: &Module) -> Result<Vec<f32>, Error> {
+        let Layout::Dense { .. } = &module.layout else { return Err(self.other_layout(module, "dense")) };
+        let floats = self.need(module, "weight")?.floats().unwrap_or_default();
+        Ok(transpose(&floats, module.out_features, module.in_features))
+    }
+
+    /// The weight of any module as `[in_features, out_features]` in fp16: what GPTQ and EXL2 decode to; a
+    /// dense one of another type is rounded.
+    ///
+    /// # Errors
+    /// Those of [`gptq`](Self::gptq) and [`exl2`](Self::exl2).
+    pub fn dequantize(&self, module: &Module) -> Result<Vec<f16>, Error> {
+        match &module.layout {
+            Layout::Gptq(_) => Ok(self.gptq(module)?.dequantize()),
+            Layout::Exl2(stored) => {
+                let weights = self.exl2(module)?.dequantize();
+                if stored.stored_out_features == module.out_features {
+                    return Ok(weights);
+                }
+                let rows = weights.chunks_exact(stored.stored_out_features);
+                Ok(rows.flat_map(|row| &row[..module.out_features]).copied().collect())
+            }
+            Layout::Dense { .. } => {
+                let weight = self.need(module, "weight")?;
+                if let Some(halves) = weight.f16s() {
+                    return Ok(transpose(&halves, module.out_features, module.in_features));
+                }
+                let floats = self.dense(module)?;
+                let mut halves = vec![f16::ZERO; floats.len()];
+                halves.convert_from_f32_slice(&floats);
+                Ok(halves)
+            }
+        }
+    }
+
+    /// The bias `[out_features]`, exact, if there is one.
+    ///
+    /// # Errors
+    /// None but a bug's: the tensor was checked on opening.
+    pub fn bias(&self, module: &Module) -> Result<Option<Vec<f32>>, Error> {
+        if module.bias.is_none() {
+            return Ok(None);
+        }
+        let mut bias = self.need(module, "bias")?.floats().unwrap_or_default();
+        bias.truncate(module.out_features);
+        Ok(Some(bias))
+    }
+
+    fn need(&self, module: &Module, suffix: &str) -> Result<TensorView<'_>, Error> {
+        let name = format!("{}.{suffix}", module.name);
+        self.tensor(&name).ok_or_else(|| {
+            let beside = module.name.clone();
+            Error::tensor(self.shards.list_of_tensors(), name, Fault::TensorMissing { beside })
+        })
+    }
+
+    fn other_layout(&self, module: &Module, asked: &'static str) -> Error {
+        let fault = Fault::OtherLayout { found: module.layout.name(), asked };
+        let name = format!("{}.{}", module.name, module.layout.suffixes()[0]);
+        let file = self.tensor(&name).map_or(self.shards.list_of_tensors(), |tensor| tensor.file());
+        Error::tensor(file, name, fault)
+    }
+}
+
+/// `[rows, columns]` to `[columns, rows]`, in blocks that stay in the cache.
+fn transpose<T: Copy + Default>(matrix: &[T], rows: usize, columns: usize) -> Vec<T> {
+    const BLOCK: usize = 32;
+    let mut transposed = vec![T::default(); matrix.len()];
+    for top in (0..rows).step_by(BLOCK) {
+        for left in (0..columns).step_by(BLOCK) {
+            for row in top..rows.min(top + BLOCK) {
+                for column in left..columns.min(left + BLOCK) {
+                    transposed[column * rows + row] = matrix[row * columns + column];
+                }
+            }
+        }
+    }
+    transposed
+}

@@ -1,0 +1,108 @@
+//! Where tensors and configuration contradict each other: one warning a kind, not one a module.
+
+use super::config::{CONFIG, QuantConfig};
+use super::examine::{Found, Stored, Wanted};
+use super::zeros::some_of;
+use crate::warning::{Warning, WarningCode};
+use requant_formats::gptq::Bits;
+use std::collections::BTreeSet;
+
+/// Compares what was found with what was stated.
+pub(super) fn contradictions(
+    wanted: &[Wanted],
+    found: &[Found],
+    quant: Option<&QuantConfig>,
+    warnings: &mut Vec<Warning>,
+) {
+    let gptq: Vec<_> = wanted
+        .iter()
+        .zip(found)
+        .filter_map(|(wanted, found)| match &found.stored {
+            Stored::Gptq(stored) => Some((wanted.name.as_str(), stored, found.stated)),
+            _ => None,
+        })
+        .collect();
+    let any_exl2 = found.iter().any(|found| matches!(found.stored, Stored::Exl2 { .. }));
+    let mut push = |code, subject: String, message| warnings.push(Warning { code, subject, message });
+    let Some(quant) = quant else {
+        if !gptq.is_empty() {
+            let bits: BTreeSet<Bits> = gptq.iter().map(|(_, stored, _)| stored.shape.bits).collect();
+            let sizes: BTreeSet<usize> =
+                gptq.iter().map(|(_, stored, _)| stored.g_idx.group_size()).collect();
+            let message = format!(
+                "No file configures the quantization. Read from the tensors: {} modules of {} bits in groups of \
+                 {} rows.",
+                gptq.len(),
+                list(bits.iter().map(|b| b.get() as usize)),
+                list(sizes)
+            );
+            push(WarningCode::NoQuantizationConfig, CONFIG.into(), message);
+        }
+        return;
+    };
+    if gptq.is_empty() && !any_exl2 && !found.is_empty() {
+        let message = format!(
+            "The configuration says {}, but no module is quantized. The model is read as it is stored, dense.",
+            quant.method
+        );
+        push(WarningCode::NothingQuantized, CONFIG.into(), message);
+    }
+    let conflicts =
+        |keep: &dyn Fn(usize) -> bool| some_of((0..gptq.len()).filter(|&i| keep(i)).map(|i| gptq[i].0));
+    let other_bits = |i: usize| {
+        let (_, stored, stated) = gptq[i];
+        stated.bits.filter(|&bits| bits != stored.shape.bits)
+    };
+    if let Some((subject, text)) = conflicts(&|i| other_bits(i).is_some()) {
+        let bits = |bits: Option<Bits>| bits.map_or(0, Bits::get);
+        let first = (0..gptq.len()).find(|&i| other_bits(i).is_some()).unwrap_or(0);
+        let message = format!(
+            "{text}: {} bits by the configuration, {} by the tensors (.qweight), which count.",
+            bits(other_bits(first)),
+            gptq[first].1.shape.bits.get()
+        );
+        push(WarningCode::ConfigTensorConflict, subject, message);
+    }
+    let other_size = |i: usize| {
+        let (_, stored, stated) = gptq[i];
+        let k = stored.shape.in_features;
+        stated.group_size.filter(|size| k.div_ceil(size.rows(k)) != stored.shape.groups)
+    };
+    if let Some((subject, text)) = conflicts(&|i| other_size(i).is_some()) {
+        let first = (0..gptq.len()).find(|&i| other_size(i).is_some()).unwrap_or(0);
+        let message = format!(
+            "{text}: group size {} by the configuration, {} by the tensors (.scales), which count.",
+            other_size(first).map_or_else(String::new, |size| size.to_string()),
+            gptq[first].1.g_idx.group_size()
+        );
+        push(WarningCode::ConfigTensorConflict, subject, message);
+    }
+    let denied = |i: usize| gptq[i].2.desc_act == Some(false) && gptq[i].1.g_idx.is_act_order();
+    if let Some((subject, text)) = conflicts(&denied) {
+        let message = format!(
+            "{text}: `desc_act` is false, but g_idx orders the rows. The tensor counts; engines that obey the \
+             configuration, such as vLLM, compute garbage."
+        );
+        push(WarningCode::ActOrderDenied, subject, message);
+    }
+    if let Some((subject, text)) = conflicts(&|i| gptq[i].2.dense) {
+        let message = format!(
+            "{text}: left dense by a rule of `dynamic`, but stored quantized. The tensors count; engines that obey \
+             the rule find no weight."
+        );
+        push(WarningCode::DynamicConflict, subject, message);
+    }
+    let reordered = wanted.iter().zip(found).filter(|(_, f)| f.stated.order_matters);
+    if let Some((subject, text)) = some_of(reordered.map(|(w, _)| w.name.as_str())) {
+        let message = format!(
+            "{text}: several rules of `dynamic` match. GPTQModel tries those with `-:` first, which is followed \
+             here; vLLM and SGLang try them in the file's order and choose another."
+        );
+        push(WarningCode::DynamicOrder, subject, message);
+    }
+}
+
+fn list(numbers: impl IntoIterator<Item = usize>) -> String {
+    let texts: Vec<String> = numbers.into_iter().map(|n| n.to_string()).collect();
+    texts.join(", ")
+}
