@@ -331,8 +331,7 @@ impl<'a> Tensors<'a> {
             return Err(at(exl2::Error::TotalRows { found: groups.rows(), expected: k }));
         }
         if n == 0 || n % exl2::ROW_UNIT != 0 {
-            let expected = "a multiple of 32 columns, padded where the model has fewer";
-            return Err(at(exl2::Error::Size { axis: "out_features", found: n, expected }));
+            return Err(at(exl2::Error::Columns { found: n }));
         }
         q_scale.matrix()?;
         q_scale.expect_shape(&[table / 2, n / 8])?;

@@ -44,7 +44,7 @@ pub use shards::Shard;
 pub use tensor::{TensorInfo, TensorView};
 pub use zeros::{AllOnes, ZeroEvidence, Zeros};
 
-use crate::arch::{Architecture, Dims};
+use crate::arch::{Architecture, Dims, ExpertNames};
 use crate::warning::Warning;
 use requant_formats::gptq::ZeroConvention;
 use serde_json::{Map, Value};
@@ -108,6 +108,11 @@ impl Checkpoint {
     /// The architecture's sizes.
     pub fn dims(&self) -> Option<&Dims> {
         self.known.as_ref().map(|(_, dims)| dims)
+    }
+
+    /// How its files name the linears of an MLP; the usual names for an unknown architecture.
+    pub fn naming(&self) -> ExpertNames {
+        self.architecture().map_or(ExpertNames::MLP, |arch| open::naming(arch, &self.shards))
     }
 
     /// All linears, block by block, `lm_head` last. Of an unknown architecture: those that tensors show.

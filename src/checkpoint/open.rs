@@ -94,9 +94,14 @@ fn known_architecture(
     Ok(Some((arch, dims)))
 }
 
+/// How the files name the linears of an MLP.
+pub(super) fn naming(arch: &Architecture, shards: &Shards) -> arch::ExpertNames {
+    arch.naming(|prefix| shards.tensors.iter().any(|t| t.name().starts_with(prefix)))
+}
+
 /// All linears that the architecture has, and the head unless it is tied.
 fn expected_modules(shards: &Shards, arch: &Architecture, dims: &Dims) -> Result<Vec<Wanted>, Error> {
-    let naming = arch.naming(|prefix| shards.tensors.iter().any(|t| t.name().starts_with(prefix)));
+    let naming = naming(arch, shards);
     let mut wanted: Vec<Wanted> = arch
         .linears(&within(dims, shards.tensors.len()), naming)
         .into_iter()
@@ -216,7 +221,7 @@ fn check_rest(shards: &Shards, arch: &Architecture, dims: &Dims, wanted: &[Wante
         }
     }
     // Every linear was found, so that the number of layers and experts is no lie.
-    let naming = arch.naming(|prefix| shards.tensors.iter().any(|t| t.name().starts_with(prefix)));
+    let naming = naming(arch, shards);
     for dense in arch.dense_tensors(dims, naming) {
         match shards.tensor(&dense.name) {
             Some(tensor) => tensor.expect_shape(&dense.shape)?,

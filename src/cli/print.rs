@@ -47,7 +47,10 @@ pub(super) fn warnings(warnings: &[Warning]) -> String {
     let mut text = String::new();
     let mut seen: Vec<(&Warning, usize)> = Vec::new();
     for warning in warnings {
-        match seen.iter_mut().find(|(first, _)| first.code == warning.code && first.message == warning.message) {
+        match seen
+            .iter_mut()
+            .find(|(first, _)| first.code == warning.code && first.message == warning.message)
+        {
             Some((_, more)) => *more += 1,
             None => seen.push((warning, 0)),
         }
@@ -78,7 +81,13 @@ fn scaled(mut value: f64, units: &[&str]) -> String {
         value /= 1000.0;
         unit += 1;
     }
-    let digits = if unit == 0 || value >= 99.95 { 0 } else if value >= 9.995 { 1 } else { 2 };
+    let digits = if unit == 0 || value >= 99.95 {
+        0
+    } else if value >= 9.995 {
+        1
+    } else {
+        2
+    };
     format!("{value:.digits$} {}", units[unit]).trim_end().to_string()
 }
 
@@ -96,7 +105,8 @@ mod tests {
     #[test]
     fn numbers_stand_right() {
         let rows = [vec!["name", "bits"], vec!["a", "4"], vec!["long", "12"]];
-        let rows: Vec<Vec<String>> = rows.iter().map(|r| r.iter().map(ToString::to_string).collect()).collect();
+        let rows: Vec<Vec<String>> =
+            rows.iter().map(|r| r.iter().map(ToString::to_string).collect()).collect();
         assert_eq!(table(&rows), "name  bits\na        4\nlong    12\n");
     }
 }

@@ -90,7 +90,8 @@ impl State {
 
     fn seconds_left(&self) -> Option<u64> {
         let rate = self.rate();
-        (rate > 0.0).then(|| ((self.weights - self.weights_done.min(self.weights)) as f64 / rate).ceil() as u64)
+        (rate > 0.0)
+            .then(|| ((self.weights - self.weights_done.min(self.weights)) as f64 / rate).ceil() as u64)
     }
 
     fn line(&self) -> String {
