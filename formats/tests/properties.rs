@@ -285,12 +285,12 @@ proptest! {
         let codes: Vec<u8> = sized([shape.in_features, shape.out_features]).iter().map(|&w| w as u8).collect();
         let _ = gptq::pack_codes(&shape, &codes);
         // An absent index makes as many entries as the caller says there are rows.
-        if index.is_some() || shape.in_features < 10_000 {
-            if let Ok(g_idx) = GIdx::new(index.as_deref(), shape.in_features, shape.groups, stated) {
-                prop_assert!(g_idx.groups().iter().all(|&g| (g as usize) < shape.groups));
-                prop_assert_eq!(g_idx.groups().len(), shape.in_features);
-                let _ = gptq::Matrix::new(shape, codes, zeros, scales, g_idx).map(|m| m.dequantize());
-            }
+        if (index.is_some() || shape.in_features < 10_000)
+            && let Ok(g_idx) = GIdx::new(index.as_deref(), shape.in_features, shape.groups, stated)
+        {
+            prop_assert!(g_idx.groups().iter().all(|&g| (g as usize) < shape.groups));
+            prop_assert_eq!(g_idx.groups().len(), shape.in_features);
+            let _ = gptq::Matrix::new(shape, codes, zeros, scales, g_idx).map(|m| m.dequantize());
         }
         let _ = Shape::from_dimensions(shape.in_features, shape.qweight(), shape.qzeros(), shape.scales());
     }
