@@ -119,8 +119,8 @@ fn g3_5_anything_else_is_act_order_and_unequal_groups_are_known() {
     let index = GIdx::new(Some(&[1, 0, 0, 1, 0, 0]), 6, 2, None).unwrap();
     assert_eq!((index.kind(), index.group_size(), index.equal_groups()), (GIdxKind::ActOrder, 4, true));
     assert_eq!(index.groups(), [1, 0, 0, 1, 0, 0]);
-    // A short group that isn't the last one; a group without rows.
-    for unequal in [[1, 0, 0, 1, 1, 1], [0, 0, 0, 0, 2, 2]] {
+    // A short group that isn't the last one; a group without rows, also the last one.
+    for unequal in [[1, 0, 0, 1, 1, 1], [0, 0, 0, 0, 2, 2], [1, 0, 1, 0, 1, 0]] {
         let index = GIdx::new(Some(&unequal), 6, 3, Some(2)).unwrap();
         assert_eq!((index.kind(), index.equal_groups()), (GIdxKind::ActOrder, false), "{unequal:?}");
     }

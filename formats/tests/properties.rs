@@ -227,8 +227,11 @@ proptest! {
     }
 
     #[test]
-    fn word_wise_zeros_come_back_whatever_they_are((shape, mut random) in (shape(), stream())) {
-        prop_assume!(shape.bits.get() != 3);
+    fn word_wise_zeros_come_back_whatever_they_are((mut shape, mut random) in (shape(), stream())) {
+        // 3 bits are corrected field by field.
+        if shape.bits.get() == 3 {
+            shape.bits = gptq::Bits::ALL[2];
+        }
         // The writer subtracts a word of ones from the words of v2.
         let zeros: Vec<u16> = (0..shape.groups * shape.out_features)
             .map(|_| (random.next() & shape.bits.max_code()) as u16)
