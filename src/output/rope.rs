@@ -39,14 +39,17 @@ const LONGROPE_IGNORED: &[&str] = &["attention_factor", "short_mscale", "long_ms
 /// Where both places speak, transformers' order holds: a `rope_scaling` replaces `rope_parameters`, whose
 /// `rope_theta` otherwise comes before the one at top level.
 pub(super) fn to_top_level(json: &mut Map<String, Value>, notes: &mut Vec<ConfigNote>) {
-    let parameters = object(json, "rope_parameters", notes);
-    if parameters.as_ref().is_some_and(is_per_layer_type) {
-        notes.push(ConfigNote::RopePerLayerType);
-        return;
-    }
     let mut stated = object(json, "rope_scaling", notes);
     if let Some(stated) = &mut stated {
         keep_one_kind_key(stated, notes);
+    }
+    let mut parameters = object(json, "rope_parameters", notes);
+    if parameters.as_ref().is_some_and(is_per_layer_type) {
+        notes.push(ConfigNote::RopePerLayerType);
+        if stated.is_none() {
+            return;
+        }
+        parameters = None;
     }
     if let (Some(stated), Some(parameters)) = (&stated, &parameters)
         && kind(stated) != kind(parameters)
