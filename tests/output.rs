@@ -1,5 +1,7 @@
 //! The output directory through the public API: staging, shards, index, side files.
 
+#![allow(clippy::unwrap_used, reason = "the functions that tests share, too, fail the test")]
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};

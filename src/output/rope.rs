@@ -244,8 +244,9 @@ fn matters(key: &str, value: &Value, scaling: &Map<String, Value>) -> bool {
         "attention_factor" => {
             let factor = scaling.get("factor").and_then(Value::as_f64).unwrap_or(f64::NAN);
             let usual = 0.1 * factor.ln() + 1.0;
-            // Files hold it rounded; a NaN differs from everything.
-            !((number - usual).abs() < 1e-6)
+            // Files hold it rounded. What is no number is never as usual.
+            let as_usual = (number - usual).abs() < 1e-6;
+            !as_usual
         }
         _ => true,
     }
