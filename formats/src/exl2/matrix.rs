@@ -194,6 +194,13 @@ impl Matrix {
         }
     }
 
+    /// The scales of a group as decoded, one a column (SPEC §4).
+    pub fn scales_of(&self, group: usize) -> Vec<f32> {
+        let mut scales = vec![0.0; self.out_features];
+        self.decode_scales(group, &mut scales);
+        scales
+    }
+
     /// Groups in packed order.
     pub fn groups(&self) -> &GroupTable {
         &self.groups

@@ -159,4 +159,34 @@ pub enum Error {
         /// The convention.
         convention: super::ZeroConvention,
     },
+    /// A difference that doesn't fit a symmetric module of this width.
+    #[error("q − z is {difference} at row {row}, column {column}, which {b} bits can't hold around their centre", b = bits.get())]
+    Recentre {
+        /// Row of the weight.
+        row: usize,
+        /// Its column.
+        column: usize,
+        /// Code minus zero point.
+        difference: i32,
+        /// The width.
+        bits: Bits,
+    },
+    /// Codes don't fit fewer bits in general.
+    #[error("{f} bits can't be stored in {t} without quantizing anew", f = from.get(), t = to.get())]
+    Narrower {
+        /// The width now.
+        from: Bits,
+        /// The width asked for.
+        to: Bits,
+    },
+    /// A group can't be cut into equal parts.
+    #[error("group {group} has {rows} rows, which groups of {size} don't divide")]
+    Split {
+        /// The group.
+        group: usize,
+        /// Its rows.
+        rows: usize,
+        /// Rows of a part.
+        size: usize,
+    },
 }

@@ -7,6 +7,7 @@
 mod error;
 mod g_idx;
 mod matrix;
+mod relayout;
 mod zeros;
 
 pub use error::Error;
