@@ -38,13 +38,13 @@ mod zeros;
 
 pub use config::{CONFIG, GroupSize, Producer, QuantConfig};
 pub use dynamic::{Overrides, Resolved, Rules, Verdict};
-pub use error::{Error, Fault};
+pub use error::{Error, Fault, MixedZeros};
 pub use module::{Bias, Exl2, Gptq, Layout, Module};
 pub use shards::Shard;
 pub use tensor::{TensorInfo, TensorView};
 pub use zeros::{AllOnes, ZeroEvidence, Zeros};
 
-use crate::arch::{Architecture, Dims};
+use crate::arch::{Architecture, Dims, ExpertNames};
 use crate::warning::Warning;
 use requant_formats::gptq::ZeroConvention;
 use serde_json::{Map, Value};
@@ -68,6 +68,7 @@ pub struct Checkpoint {
     config: Map<String, Value>,
     quant: Option<QuantConfig>,
     known: Option<(&'static Architecture, Dims)>,
+    naming: ExpertNames,
     shards: Shards,
     modules: Vec<Module>,
     by_name: open::ByName,
@@ -108,6 +109,11 @@ impl Checkpoint {
     /// The architecture's sizes.
     pub fn dims(&self) -> Option<&Dims> {
         self.known.as_ref().map(|(_, dims)| dims)
+    }
+
+    /// How the file names the linears of its MLPs.
+    pub fn naming(&self) -> ExpertNames {
+        self.naming
     }
 
     /// All linears, block by block, `lm_head` last. Of an unknown architecture: those that tensors show.
