@@ -165,7 +165,8 @@ fn parse_json(text: &[u8]) -> Result<Raw, Lie> {
             return (Some(name), Fault::RepeatedTensor);
         }
         // A wrong value inside an entry is that tensor's; broken JSON is the file's.
-        let tensor = state.current.take().filter(|_| e.is_data());
+        let is_json = || serde_json::from_slice::<serde::de::IgnoredAny>(text).is_ok();
+        let tensor = state.current.take().filter(|_| is_json());
         let message = e.to_string();
         match tensor {
             Some(name) => (Some(name), Fault::TensorEntry { message }),
