@@ -51,6 +51,12 @@ pub enum Error {
     /// Opening or reading a checkpoint.
     #[error(transparent)]
     Checkpoint(#[from] crate::checkpoint::Error),
+    /// Making a plan.
+    #[error(transparent)]
+    Plan(#[from] crate::plan::Error),
+    /// Converting a module.
+    #[error(transparent)]
+    Convert(#[from] crate::convert::Error),
     /// Writing the output.
     #[error(transparent)]
     Output(#[from] crate::output::Error),
@@ -63,6 +69,8 @@ impl Error {
     fn inner(&self) -> Option<&dyn Diagnose> {
         match self {
             Error::Checkpoint(e) => Some(e),
+            Error::Plan(e) => Some(e),
+            Error::Convert(e) => Some(e),
             Error::Output(e) => Some(e),
             Error::Cancelled => None,
         }

@@ -1,11 +1,13 @@
 //! requant converts quantized checkpoints between layouts and measures what that did.
 //!
-//! Data flows one way: [`Checkpoint::open`](checkpoint::Checkpoint::open), a plan, conversion a module at a
+//! Data flows one way: [`Checkpoint::open`], a [`Plan`], conversion a module at a
 //! time, output. Everything the command line does, a program can do with these types.
 
 pub mod arch;
 pub mod checkpoint;
+pub mod convert;
 pub mod error;
+pub mod inspect;
 pub mod output;
 pub mod plan;
 pub mod progress;
@@ -13,6 +15,8 @@ pub mod quantize;
 pub mod warning;
 
 pub use checkpoint::Checkpoint;
+pub use convert::{ConvertOptions, Report, convert};
 pub use error::{Diagnose, Error, Kind};
+pub use plan::{Plan, PlanOptions, Target};
 pub use requant_formats as formats;
 pub use warning::{Warning, WarningCode};

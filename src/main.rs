@@ -1,3 +1,7 @@
-//! The `requant` binary.
+//! The `requant` binary: parse, call the library, print, exit code.
 
-fn main() {}
+mod cli;
+
+fn main() -> std::process::ExitCode {
+    cli::run()
+}

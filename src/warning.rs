@@ -52,6 +52,24 @@ pub enum WarningCode {
     TiedHeadDiffers,
     /// Embeddings are tied by the configuration, but the head is quantized. The stored head counts.
     TiedHeadQuantized,
+    /// A set of linears that is dense in the source stays so.
+    DenseSetKept,
+    /// Sizes that EXL2 can't hold. The set becomes fp16.
+    OddSize,
+    /// Dense linears among quantized ones made the whole set fp16.
+    SetDequantized,
+    /// Dense linears among quantized ones are quantized at the widest option.
+    DenseMemberQuantized,
+    /// A bias of zeros where the target expects none is left out.
+    ZeroBiasDropped,
+    /// Groups that hold parts of several source groups.
+    StraddlingGroups,
+    /// A quantized head is stored as fp16.
+    HeadDequantized,
+    /// Values of a dense tensor are rounded to fp16.
+    RoundedToHalf,
+    /// The target's engine reads something in the configuration differently.
+    Config,
 }
 
 /// One warning. `subject` is a module, tensor or file; `message` says what was found, what requant assumes

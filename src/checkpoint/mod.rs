@@ -111,7 +111,7 @@ impl Checkpoint {
         self.known.as_ref().map(|(_, dims)| dims)
     }
 
-    /// How the file names the linears of its MLPs.
+    /// How its files name the linears of an MLP; the usual names for an unknown architecture.
     pub fn naming(&self) -> ExpertNames {
         self.naming
     }

@@ -28,7 +28,8 @@ pub(super) fn specs(planned: &PlannedModule) -> Vec<TensorSpec> {
         Decision::Dense => vec![named("weight", Dtype::F16, &[n, k])],
         Decision::Exl2(decision) => {
             let groups = decision.bits.len();
-            let word_rows = decision.widths(k).iter().map(|(bits, rows)| rows * bits.get() as usize / 32).sum();
+            let word_rows =
+                decision.widths(k).iter().map(|(bits, rows)| rows * bits.get() as usize / 32).sum();
             vec![
                 named("q_weight", Dtype::I32, &[word_rows, n]),
                 named("q_invperm", Dtype::I32, &[k]),

@@ -2,7 +2,9 @@
 
 use crate::checkpoint::{Checkpoint, Layout, Module};
 use crate::output::{ShardFile, SideFiles};
-use crate::plan::{BiasDecision, Decision, ModuleOption, Objective, Plan, PlannedModule, Price, Target, Totals};
+use crate::plan::{
+    BiasDecision, Decision, ModuleOption, Objective, Plan, PlannedModule, Price, Target, Totals,
+};
 use crate::warning::Warning;
 use requant_formats::exl2::Bits;
 use serde::Serialize;
@@ -166,9 +168,8 @@ pub fn describe(layout: &Layout) -> String {
             format!("gptq {}-bit {size}{order}", gptq.shape.bits.get())
         }
         Layout::Exl2(exl2) => {
-            let mut widths: Vec<u32> = exl2.groups.groups().iter().map(|g| g.bits.get()).collect();
-            widths.dedup();
-            let widths: Vec<String> = widths.iter().map(u32::to_string).collect();
+            let widths = exl2.groups.rows_of_widths();
+            let widths: Vec<String> = widths.iter().map(|(bits, _)| bits.get().to_string()).collect();
             format!("exl2 {}-bit", widths.join("/"))
         }
         Layout::Dense { dtype } => format!("dense {dtype:?}").to_lowercase(),

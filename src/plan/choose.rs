@@ -45,7 +45,8 @@ pub(super) fn by_error(
     let (best, open) = solved(false)?;
     let (one_width, one_width_open) = solved(true)?;
     let mean = |solution: &Solution, open: &[Vec<usize>]| {
-        let errors = measured.iter().zip(open).zip(&solution.picks).map(|((c, o), &p)| c[o[p]].squared_error.sqrt());
+        let errors =
+            measured.iter().zip(open).zip(&solution.picks).map(|((c, o), &p)| c[o[p]].squared_error.sqrt());
         errors.sum::<f64>() / jobs.len() as f64
     };
     let objective = Objective {

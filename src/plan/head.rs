@@ -26,21 +26,12 @@ pub(super) fn plan(
             return Err(Error::AlreadyExl2 { module: module.name().into() });
         }
     }
-    let own = module.filter(|_| !dims.tied || differs_from_embedding(checkpoint));
+    let own = module.filter(|_| !checkpoint.head_is_tied_copy());
     let source = match (own, options.head_bits) {
         (Some(module), _) => module.name(),
         (None, Some(_)) => EMBEDDING.trim_end_matches(".weight"),
         (None, None) => return Ok(None),
     };
-    if dims.tied && own.is_some() {
-        warnings.push(Warning {
-            code: WarningCode::HeadUntied,
-            subject: HEAD.into(),
-            message: "config.json ties the head to the embedding, but their tensors differ: both are stored, and \
-                      the output's tie_word_embeddings is false"
-                .into(),
-        });
-    }
     let (k, n) = (dims.hidden, dims.vocab);
     let decision = match options.head_bits {
         None => Decision::Dense,
@@ -90,15 +81,4 @@ pub(super) fn plan(
         step_up: None,
         step_down: None,
     }))
-}
-
-/// Whether the file's own head says something else than the embedding that it is tied to.
-fn differs_from_embedding(checkpoint: &Checkpoint) -> bool {
-    let head = checkpoint.tensor(&format!("{HEAD}.weight"));
-    let embedding = checkpoint.tensor(EMBEDDING);
-    match (head, embedding) {
-        (Some(head), Some(embedding)) => head.dtype() != embedding.dtype() || head.bytes() != embedding.bytes(),
-        // A quantized head never equals the embedding.
-        _ => true,
-    }
 }

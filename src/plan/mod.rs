@@ -217,7 +217,8 @@ impl Plan {
 }
 
 fn straddling(module: &PlannedModule) -> Option<Warning> {
-    let Decision::Exl2(Exl2Decision { straddling_groups: count @ 1.., ref bits, .. }) = module.decision else {
+    let Decision::Exl2(Exl2Decision { straddling_groups: count @ 1.., ref bits, .. }) = module.decision
+    else {
         return None;
     };
     Some(Warning {

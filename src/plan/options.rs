@@ -183,7 +183,8 @@ impl<'a> Job<'a> {
             let candidate = |choice: &[usize], uniform| {
                 let bits: Vec<Bits> = choice.iter().map(|&w| space.widths[w]).collect();
                 let n = self.member.linear.out_features as u64;
-                let code_bits = |(places, b): (&Range<usize>, &Bits)| places.len() as u64 * n * u64::from(b.get());
+                let code_bits =
+                    |(places, b): (&Range<usize>, &Bits)| places.len() as u64 * n * u64::from(b.get());
                 let lowest = space.widths[0];
                 let k = self.member.linear.in_features as u64;
                 Candidate {
@@ -288,7 +289,9 @@ pub(super) fn widths(bits: &[Bits], group_size: usize, in_features: usize) -> Ve
     Bits::ALL
         .into_iter()
         .rev()
-        .map(|width| (width, bits.iter().enumerate().filter(|(_, b)| **b == width).map(|(i, _)| rows(i)).sum()))
+        .map(|width| {
+            (width, bits.iter().enumerate().filter(|(_, b)| **b == width).map(|(i, _)| rows(i)).sum())
+        })
         .filter(|(_, rows)| *rows > 0)
         .collect()
 }

@@ -26,7 +26,8 @@ impl WidthRule {
 
     fn matches(&self, member: &Member<'_>) -> Result<bool, Error> {
         let found = |name: &str| {
-            let failed = |source| Error::Pattern { pattern: self.pattern.as_str().into(), source: Box::new(source) };
+            let failed =
+                |source| Error::Pattern { pattern: self.pattern.as_str().into(), source: Box::new(source) };
             self.pattern.is_match(name).map_err(failed)
         };
         Ok(found(&member.linear.name)? || found(&member.linear.exl2_name)?)

@@ -77,7 +77,11 @@ pub(super) fn members<'a>(
 
 type Set<'s, 'a> = &'s [(Linear, &'a Module)];
 
-fn treat(set: Set<'_, '_>, options: &PlanOptions, warnings: &mut Vec<Warning>) -> Result<Vec<Treatment>, Error> {
+fn treat(
+    set: Set<'_, '_>,
+    options: &PlanOptions,
+    warnings: &mut Vec<Warning>,
+) -> Result<Vec<Treatment>, Error> {
     let is_dense = |module: &Module| matches!(module.layout(), Layout::Dense { .. });
     if let Some((_, module)) = set.iter().find(|(_, m)| matches!(m.layout(), Layout::Exl2(_))) {
         return Err(Error::AlreadyExl2 { module: module.name().into() });
@@ -188,7 +192,8 @@ fn bias(
             warnings.push(Warning {
                 code: WarningCode::ZeroBiasDropped,
                 subject: module.name().into(),
-                message: "its bias is all zeros and exllamav2 expects none: left out, which changes nothing".into(),
+                message: "its bias is all zeros and exllamav2 expects none: left out, which changes nothing"
+                    .into(),
             });
             Ok(BiasDecision::DroppedZeros)
         }

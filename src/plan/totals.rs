@@ -61,7 +61,7 @@ impl Totals {
 
 impl PlannedModule {
     /// Bits that its bias takes.
-    pub(super) fn bias_bits(&self) -> u64 {
+    pub fn bias_bits(&self) -> u64 {
         match self.bias {
             BiasDecision::Kept => 16 * self.out_features as u64,
             BiasDecision::None | BiasDecision::DroppedZeros => 0,

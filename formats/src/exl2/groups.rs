@@ -119,6 +119,13 @@ impl GroupTable {
         self.0.iter().map(|g| g.rows).sum()
     }
 
+    /// Rows of each width in use, the widest first.
+    pub fn rows_of_widths(&self) -> Vec<(Bits, usize)> {
+        let rows = |bits| self.0.iter().filter(|g| g.bits == bits).map(|g| g.rows).sum();
+        let all = Bits::ALL.into_iter().rev().map(|bits| (bits, rows(bits)));
+        all.filter(|(_, rows)| *rows > 0).collect()
+    }
+
     /// R, rows of `q_weight`: words a column.
     pub fn word_rows(&self) -> usize {
         self.0.iter().map(Group::words).sum()

@@ -1,0 +1,287 @@
+//! `requant convert`.
+
+use super::errors::Failure;
+use super::print;
+use super::progress::{Progress, Style};
+use clap::ValueEnum;
+use requant::checkpoint::{AllOnes, Checkpoint, OpenOptions};
+use requant::convert::{ConvertOptions, Report, convert};
+use requant::formats::exl2::Bits;
+use requant::plan::{Decision, DenseMembers, Plan, PlanOptions, PlannedModule, Target, WidthRule};
+use std::path::PathBuf;
+
+/// Convert a checkpoint to another layout.
+#[derive(Debug, clap::Args)]
+#[command(group(clap::ArgGroup::new("target").required(true).args(["bpw", "bits"])))]
+pub(super) struct Arguments {
+    /// A directory with config.json and .safetensors files.
+    source: PathBuf,
+    /// The layout to convert to.
+    #[arg(long)]
+    to: Layout,
+    /// The directory to write, which must not exist yet.
+    #[arg(long, value_name = "DIR", required_unless_present = "dry_run")]
+    out: Option<PathBuf>,
+    /// Stored bits a weight of the decoder's linears, at most; widths are chosen by measured error.
+    #[arg(long)]
+    bpw: Option<f64>,
+    /// One width for all of the decoder's linears: 2, 3, 4, 5, 6 or 8.
+    #[arg(long, value_name = "N", value_parser = parse_bits)]
+    bits: Option<Bits>,
+    /// Rows of a group with --bits, a multiple of 32.
+    #[arg(long, value_name = "N", default_value_t = 64, requires = "bits")]
+    group_size: usize,
+    /// Quantize the output head at this width; without it the head stays fp16.
+    #[arg(long, value_name = "N", value_parser = parse_bits)]
+    head_bits: Option<Bits>,
+    /// Fix the width of modules whose name a pattern matches; may be repeated.
+    #[arg(long, value_name = "REGEX=BITS", value_parser = parse_rule)]
+    set: Vec<(String, Bits)>,
+    /// Lowest width of modules whose name a pattern matches; may be repeated.
+    #[arg(long, value_name = "REGEX=BITS", value_parser = parse_rule)]
+    min: Vec<(String, Bits)>,
+    /// What to do with dense linears among quantized ones that exllamav2 loads together with them.
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t = Members::Quantize)]
+    dense_members: Members,
+    /// What a stored zero point of only ones means in an asymmetric v1 file that GPTQModel didn't write.
+    #[arg(long, value_name = "MEANING", value_enum)]
+    all_ones: Option<Ones>,
+    /// Largest size of an output file: a number of bytes, or with kB, MB, GB, KiB, MiB, GiB.
+    #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_size)]
+    shard_size: u64,
+    /// Print the plan and the size, and write nothing.
+    #[arg(long)]
+    dry_run: bool,
+    /// How progress is shown.
+    #[arg(long, value_enum, default_value_t = Style::Auto)]
+    progress: Style,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Layout {
+    /// Mixed-width layout of exllamav2.
+    Exl2,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Members {
+    /// Quantize them at the widest option of the plan.
+    Quantize,
+    /// Make the others dense, too.
+    DequantizeSet,
+    /// Refuse.
+    Error,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Ones {
+    /// Zero point 0: what the quantizer meant.
+    Wrap,
+    /// Zero point 2^bits: what most kernels compute.
+    PlusOne,
+}
+
+impl Arguments {
+    pub(super) fn run(&self, json: bool) -> Result<(), Failure> {
+        let Layout::Exl2 = self.to;
+        let options = self.plan_options()?;
+        if let Some(out) = &self.out
+            && out.exists()
+            && !self.dry_run
+        {
+            let message = format!("{} exists", out.display());
+            return Err(Failure::usage(message, "choose another --out, or remove it"));
+        }
+        let all_ones = self.all_ones.map(|ones| match ones {
+            Ones::Wrap => AllOnes::Wrap,
+            Ones::PlusOne => AllOnes::PlusOne,
+        });
+        let checkpoint = Checkpoint::open(&self.source, &OpenOptions { all_ones, ..OpenOptions::default() })?;
+        let progress = Progress::new(self.progress);
+        let plan = Plan::new(&checkpoint, &options, &progress);
+        progress.finish();
+        let plan = plan?;
+        let Some(out) = self.out.as_ref().filter(|_| !self.dry_run) else {
+            let mut warnings = checkpoint.warnings().to_vec();
+            warnings.extend(plan.warnings.iter().cloned());
+            if json {
+                return print::stdout(&(serde_json::to_string_pretty(&plan).unwrap_or_default() + "\n"));
+            }
+            let totals = totals_line(&plan);
+            return print::stdout(&(plan_table(&plan) + "\n" + &totals + &print::warnings(&warnings)));
+        };
+        let shards = ConvertOptions { shard_size: self.shard_size };
+        let report = convert(&checkpoint, &plan, out, &shards, &progress);
+        progress.finish();
+        let report = report?;
+        for line in print::warnings(&report.warnings).lines() {
+            print::stderr(line);
+        }
+        if json {
+            let summary = serde_json::json!({
+                "out": out, "totals": report.totals, "objective": report.objective,
+                "mean_relative_error": report.mean_relative_error, "shards": report.shards,
+                "warnings": report.warnings,
+            });
+            return print::stdout(&(serde_json::to_string_pretty(&summary).unwrap_or_default() + "\n"));
+        }
+        print::stdout(&success(&out.display().to_string(), &report))
+    }
+
+    fn plan_options(&self) -> Result<PlanOptions, Failure> {
+        let target = match (self.bpw, self.bits) {
+            (Some(bpw), _) => Target::Bpw(bpw),
+            (None, Some(bits)) => Target::Uniform { bits, group_size: self.group_size },
+            // clap's group asks for one of them.
+            (None, None) => return Err(Failure::usage("no target".into(), "give --bpw or --bits")),
+        };
+        let rules = |rules: &[(String, Bits)]| -> Result<Vec<WidthRule>, Failure> {
+            rules.iter().map(|(pattern, bits)| Ok(WidthRule::new(pattern, *bits)?)).collect()
+        };
+        Ok(PlanOptions {
+            target,
+            head_bits: self.head_bits,
+            dense_members: match self.dense_members {
+                Members::Quantize => DenseMembers::Quantize,
+                Members::DequantizeSet => DenseMembers::DequantizeSet,
+                Members::Error => DenseMembers::Error,
+            },
+            set: rules(&self.set)?,
+            min: rules(&self.min)?,
+        })
+    }
+}
+
+fn parse_bits(text: &str) -> Result<Bits, String> {
+    let bits: u32 = text.parse().map_err(|_| "not a number".to_string())?;
+    Bits::try_from(bits).map_err(|_| "EXL2 has 2, 3, 4, 5, 6 and 8 bits".to_string())
+}
+
+fn parse_rule(text: &str) -> Result<(String, Bits), String> {
+    let (pattern, bits) = text.rsplit_once('=').ok_or("expected REGEX=BITS")?;
+    Ok((pattern.into(), parse_bits(bits)?))
+}
+
+fn parse_size(text: &str) -> Result<u64, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit: u64 = match &text[digits.len()..] {
+        "" | "B" => 1,
+        "kB" | "KB" => 1_000,
+        "MB" => 1_000_000,
+        "GB" => 1_000_000_000,
+        "KiB" => 1 << 10,
+        "MiB" => 1 << 20,
+        "GiB" => 1 << 30,
+        other => return Err(format!("unknown unit {other:?}")),
+    };
+    match digits.trim().parse::<u64>().ok().and_then(|n| n.checked_mul(unit)) {
+        Some(size @ 1..) => Ok(size),
+        _ => Err("expected a positive number, such as 5GB".into()),
+    }
+}
+
+fn plan_table(plan: &Plan) -> String {
+    let header = ["module", "in", "out", "layout", "group", "bpw", "error", "one step up", "one step down"];
+    let mut rows = vec![header.map(String::from).to_vec()];
+    rows.extend(plan.modules.iter().map(row));
+    print::table(&rows)
+}
+
+fn row(module: &PlannedModule) -> Vec<String> {
+    let (layout, group, bits, error) = match &module.decision {
+        Decision::Dense => ("fp16".to_string(), String::new(), 16 * module.weights(), "0".to_string()),
+        Decision::Exl2(decision) => (
+            widths(&decision.widths(module.in_features)),
+            decision.group_size.to_string(),
+            decision.stored_bits,
+            decision.relative_error.map_or(String::new(), |e| format!("{e:.5}")),
+        ),
+    };
+    let price = |price: &Option<requant::plan::Price>| {
+        price.as_ref().map_or(String::new(), |p| {
+            let bpw = p.bits as f64 / module.weights() as f64;
+            format!("{bpw:+.3} bpw: {:.5}", p.option.relative_error)
+        })
+    };
+    vec![
+        module.name.clone(),
+        module.in_features.to_string(),
+        module.out_features.to_string(),
+        layout,
+        group,
+        format!("{:.4}", bits as f64 / module.weights() as f64),
+        error,
+        price(&module.step_up),
+        price(&module.step_down),
+    ]
+}
+
+/// `4`, or `5:64 4:512` where widths are mixed.
+fn widths(widths: &[(Bits, usize)]) -> String {
+    match widths {
+        [(bits, _)] => format!("{}-bit", bits.get()),
+        _ => {
+            let parts: Vec<String> = widths.iter().map(|(b, rows)| format!("{}:{rows}", b.get())).collect();
+            parts.join(" ")
+        }
+    }
+}
+
+fn totals_line(plan: &Plan) -> String {
+    let totals = &plan.totals;
+    let mut text = format!(
+        "{} of tensors; {} weights at {:.4} bpw ({:.4} as exllamav2 counts); whole file {:.4} bits a weight\n",
+        print::bytes(totals.tensor_bytes),
+        print::count(totals.quantized_weights),
+        totals.bpw,
+        totals.exllamav2_bpw,
+        totals.file_bpw,
+    );
+    if let Some(objective) = &plan.objective {
+        text.push_str(&format!(
+            "mean relative error {:.5}; with one width a module it would be {:.5} (objective {:.6} against {:.6}{})\n",
+            objective.mean_relative_error,
+            objective.mean_relative_error_one_width,
+            objective.value,
+            objective.one_width_a_module,
+            if objective.gap == 0.0 { ", the least possible".into() } else { format!(", at most {:e} above the least", objective.gap) },
+        ));
+    }
+    text
+}
+
+fn success(out: &str, report: &Report) -> String {
+    let bytes: u64 = report.shards.iter().map(|s| s.bytes).sum();
+    format!(
+        "{out}: {} in {} of weights, {:.4} bpw, mean relative error {:.5}\n",
+        print::bytes(bytes),
+        match report.shards.len() {
+            1 => "1 file".to_string(),
+            n => format!("{n} files"),
+        },
+        report.totals.bpw,
+        report.mean_relative_error,
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_with_units() {
+        assert_eq!(parse_size("5GB"), Ok(5_000_000_000));
+        assert_eq!(parse_size("64MiB"), Ok(64 << 20));
+        assert_eq!(parse_size("123"), Ok(123));
+        for bad in ["", "0", "-1", "5XB", "99999999999999GB", "GB"] {
+            assert!(parse_size(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_rule_may_hold_an_equals_sign() {
+        assert_eq!(parse_rule("(?=a)b=6"), Ok(("(?=a)b".into(), Bits::try_from(6).unwrap())));
+        assert!(parse_rule("abc").is_err());
+        assert!(parse_rule("abc=7").is_err());
+    }
+}

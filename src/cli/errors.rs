@@ -1,0 +1,81 @@
+//! Errors as text or JSON, and as exit codes.
+
+use super::print;
+use requant::{Diagnose, Kind};
+use serde::Serialize;
+use std::process::ExitCode;
+
+/// What the user is told about an error.
+#[derive(Debug, Serialize)]
+pub(super) struct Failure {
+    code: &'static str,
+    kind: Kind,
+    file: Option<String>,
+    tensor: Option<String>,
+    message: String,
+    hint: Option<String>,
+}
+
+impl<E: Diagnose> From<E> for Failure {
+    fn from(error: E) -> Self {
+        Self {
+            code: error.code(),
+            kind: error.kind(),
+            file: error.file().map(|f| f.display().to_string()),
+            tensor: error.tensor().map(Into::into),
+            message: error.to_string(),
+            hint: error.hint(),
+        }
+    }
+}
+
+impl Failure {
+    /// The environment failed outside the library.
+    pub(super) fn environment(message: String) -> Self {
+        let (code, kind) = ("cli.environment", Kind::Environment);
+        Self { code, kind, file: None, tensor: None, message, hint: None }
+    }
+
+    /// Arguments that don't go together.
+    pub(super) fn usage(message: String, hint: &str) -> Self {
+        let (code, kind, hint) = ("cli.usage", Kind::Usage, Some(hint.into()));
+        Self { code, kind, file: None, tensor: None, message, hint }
+    }
+
+    /// Prints the error on stderr and gives the exit code.
+    pub(super) fn report(&self, json: bool) -> ExitCode {
+        print::stderr(&if json { self.json() } else { self.text() });
+        ExitCode::from(exit_code(self.kind))
+    }
+
+    fn json(&self) -> String {
+        serde_json::to_string(self).unwrap_or_default()
+    }
+
+    fn text(&self) -> String {
+        let mut text = String::from("error: ");
+        for part in [&self.file, &self.tensor].into_iter().flatten() {
+            text.push_str(part);
+            text.push_str(": ");
+        }
+        text.push_str(&self.message);
+        if let Some(hint) = &self.hint {
+            text.push_str("\n  hint: ");
+            text.push_str(hint);
+        }
+        text
+    }
+}
+
+/// The exit code of each kind of error; 0 is success.
+fn exit_code(kind: Kind) -> u8 {
+    match kind {
+        Kind::Gate => 1,
+        Kind::Usage => 2,
+        Kind::Environment => 4,
+        Kind::Interrupted => 130,
+        // A bug of ours shows on this input, and trying again won't help.
+        Kind::Input | Kind::Bug => 3,
+        _ => 3,
+    }
+}

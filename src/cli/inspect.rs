@@ -1,0 +1,98 @@
+//! `requant inspect`.
+
+use super::errors::Failure;
+use super::print;
+use requant::checkpoint::{Bias, Checkpoint, OpenOptions};
+use requant::formats::gptq::GIdxKind;
+use requant::inspect::{InspectedLayout, InspectedModule, Inspection};
+use std::path::PathBuf;
+
+/// Say what a checkpoint is: the layout of each linear, sizes, and whatever is odd.
+#[derive(Debug, clap::Args)]
+pub(super) struct Arguments {
+    /// A directory with config.json and .safetensors files.
+    checkpoint: PathBuf,
+}
+
+impl Arguments {
+    pub(super) fn run(&self, json: bool) -> Result<(), Failure> {
+        let checkpoint = Checkpoint::open(&self.checkpoint, &OpenOptions::default())?;
+        let inspection = Inspection::new(&checkpoint);
+        if json {
+            let json = serde_json::to_string_pretty(&inspection).unwrap_or_default();
+            return print::stdout(&(json + "\n"));
+        }
+        print::stdout(&text(&inspection))
+    }
+}
+
+fn text(inspection: &Inspection) -> String {
+    let header = ["module", "in", "out", "layout", "group", "groups", "g_idx", "zeros", "bias", "bpw"];
+    let mut rows = vec![header.map(String::from).to_vec()];
+    rows.extend(inspection.modules.iter().map(row));
+    let totals = &inspection.totals;
+    let mut text = String::new();
+    text.push_str(&format!(
+        "{}, {} in {} of {}\n\n",
+        inspection.architecture.as_deref().unwrap_or("no architecture given"),
+        print::bytes(totals.tensor_bytes),
+        inspection.files.len(),
+        if inspection.files.len() == 1 { "file" } else { "files" },
+    ));
+    text.push_str(&print::table(&rows));
+    text.push_str(&format!(
+        "\n{} of {} linears quantized, {} weights at {:.4} bpw; all tensors: {} weights at {:.4} bits\n",
+        totals.quantized_modules,
+        totals.modules,
+        print::count(totals.quantized_weights),
+        totals.bpw,
+        print::count(totals.all_weights),
+        totals.file_bpw,
+    ));
+    text.push_str(&print::warnings(&inspection.warnings));
+    text
+}
+
+fn row(module: &InspectedModule) -> Vec<String> {
+    let (layout, group, groups, g_idx, zeros) = match &module.layout {
+        InspectedLayout::Gptq { bits, group_size, groups, g_idx, equal_groups, zeros, scales } => {
+            let order = match g_idx {
+                GIdxKind::Absent => "absent",
+                GIdxKind::ZeroLeftover => "zeros, ignored",
+                GIdxKind::OneGroup => "one group",
+                GIdxKind::Sequential => "sequential",
+                GIdxKind::ActOrder if *equal_groups => "act-order",
+                GIdxKind::ActOrder => "act-order, unequal",
+            };
+            let symmetry = if zeros.symmetric { "sym" } else { "asym" };
+            let undecided = if zeros.encoding.is_none() { " undecided" } else { "" };
+            let scales = if scales == "F16" { String::new() } else { format!(" {}", scales.to_lowercase()) };
+            (
+                format!("gptq {bits}-bit{scales}"),
+                group_size.to_string(),
+                groups.to_string(),
+                order.to_string(),
+                format!("{} {symmetry}{undecided}", zeros.convention),
+            )
+        }
+        InspectedLayout::Exl2 { widths, groups, stored_out_features } => {
+            let widths: Vec<String> = widths.iter().map(|(bits, _)| bits.get().to_string()).collect();
+            let padded = match *stored_out_features == module.out_features {
+                true => String::new(),
+                false => format!(" padded to {stored_out_features}"),
+            };
+            let layout = format!("exl2 {}-bit{padded}", widths.join("/"));
+            (layout, "".into(), groups.to_string(), "".into(), "".into())
+        }
+        InspectedLayout::Dense { dtype } => {
+            (dtype.to_lowercase(), "".into(), "".into(), "".into(), "".into())
+        }
+    };
+    let bias = match module.bias {
+        None => "",
+        Some(Bias::AllZero) => "zeros",
+        Some(Bias::NonZero) => "yes",
+    };
+    let (name, k, n) = (module.name.clone(), module.in_features.to_string(), module.out_features.to_string());
+    vec![name, k, n, layout, group, groups, g_idx, zeros, bias.into(), format!("{:.4}", module.bpw)]
+}
