@@ -1,4 +1,5 @@
 //! Real checkpoints decode to the hashes that other tools gave; and what odd but valid ones mean.
+#![allow(clippy::unwrap_used, reason = "the exception for tests leaves out what test functions share")]
 
 mod support;
 
@@ -257,6 +258,70 @@ fn adapters_and_files_outside_the_index_are_not_read() {
     }
     let expected = [WarningCode::AdapterIgnored, WarningCode::AdapterIgnored, WarningCode::FileIgnored];
     assert_eq!(codes(&open(dir.path())), expected);
+}
+
+#[test]
+fn an_old_shard_that_the_index_does_not_name_is_told_with_what_it_holds() {
+    let model = Model::new(&Quantized::default());
+    let dir = model.write_shards(|_| "a.safetensors", true);
+    let mut old = model.clone();
+    old.tensors.retain(|name, _| name == &format!("{Q}.scales"));
+    std::fs::write(dir.path().join("old.safetensors"), safetensors(&old.tensors, |_| {})).unwrap();
+    let checkpoint = open(dir.path());
+    let [warning] = checkpoint.warnings() else { panic!("{:?}", checkpoint.warnings()) };
+    assert_eq!((warning.code, warning.subject.as_str()), (WarningCode::FileIgnored, "old.safetensors"));
+    assert!(
+        warning.message.contains(&format!("{Q}.scales, which is read from a.safetensors")),
+        "{}",
+        warning.message
+    );
+}
+
+#[test]
+fn of_two_indexes_the_one_of_the_usual_name_counts() {
+    let model = Model::new(&Quantized::default());
+    let dir = model.write_shards(|_| "a.safetensors", true);
+    let other = dir.path().join("fp16.safetensors.index.json");
+    std::fs::copy(dir.path().join("model.safetensors.index.json"), other).unwrap();
+    let checkpoint = open(dir.path());
+    assert_eq!(codes(&checkpoint), [WarningCode::IndexIgnored]);
+    assert_eq!(checkpoint.warnings()[0].subject, "fp16.safetensors.index.json");
+}
+
+#[test]
+fn the_weights_own_header_stands_in_for_a_lost_configuration() {
+    let mut model =
+        Model::new(&Quantized { zero: |_, column| (column % 15 + 1) as u16, ..Quantized::default() });
+    model.quant = None;
+    assert_eq!(
+        codes(&open(model.write().path())),
+        [WarningCode::NoQuantizationConfig, WarningCode::ZerosAssumed]
+    );
+    let dir = model.write_edited(|header| header["__metadata__"]["auto_gptq_version"] = json!("0.7.1"));
+    assert_eq!(codes(&open(dir.path())), [WarningCode::NoQuantizationConfig]);
+}
+
+#[test]
+fn any_number_of_threads_finds_the_same() {
+    let mut model = Model::new(&Quantized::default());
+    model.set("bits", json!(8));
+    let dir = model.write();
+    // The first of two faults, in the modules' order.
+    let (broken, names) = (&mut model, ["model.layers.0.self_attn.v_proj", DOWN]);
+    for name in names {
+        broken.tensor(name, "scales").bytes[..2].fill(0xff);
+    }
+    let broken = broken.write();
+    for threads in [1, 2, 7] {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| {
+            let checkpoint = open(dir.path());
+            assert_eq!(codes(&checkpoint), [WarningCode::ConfigTensorConflict]);
+            assert_eq!(checkpoint.fingerprint(), open(dir.path()).fingerprint());
+            let error = Checkpoint::open(broken.path(), &OpenOptions::default()).unwrap_err();
+            assert_eq!(error.tensor, Some(format!("{}.scales", names[0])));
+        });
+    }
 }
 
 #[test]
