@@ -45,21 +45,20 @@ pub(crate) fn unpack_rows(words: &[u32], n: usize, bits: u32, codes: &mut [u8]) 
 
 /// Packs `codes` `[rows, n]` into `words` `[words_for(rows, bits), n]`, which must be zero.
 ///
-/// Only the low `bits` bits of a code are used.
+/// Codes fit `bits` bits: the callers have checked that.
 pub(crate) fn pack_rows(codes: &[u8], n: usize, bits: u32, words: &mut [u32]) {
     if n == 0 {
         return;
     }
-    let mask = (1u32 << bits) - 1;
     for (i, row) in codes.chunks_exact(n).enumerate() {
         let (word, shift) = place(i, bits);
         let (low, high) = words[word * n..].split_at_mut(n);
         for (code, low) in row.iter().zip(low) {
-            *low |= (u32::from(*code) & mask) << shift;
+            *low |= u32::from(*code) << shift;
         }
         if shift + bits > 32 {
             for (code, high) in row.iter().zip(high) {
-                *high |= (u32::from(*code) & mask) >> (32 - shift);
+                *high |= u32::from(*code) >> (32 - shift);
             }
         }
     }

@@ -155,7 +155,7 @@ fn e4_1_a_word_holds_the_indices_of_eight_columns() {
 }
 
 #[test]
-fn e4_2_to_e4_5_weights_of_all_widths() {
+fn e4_2_e4_3_e4_4_e4_5_weights_of_all_widths() {
     for case in list(&load("exl2")["single"]["cases"]) {
         let width = int(&case["bits"]) as u32;
         for ceiling in list(&case["ceilings"]) {

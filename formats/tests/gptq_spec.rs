@@ -119,8 +119,8 @@ fn g3_5_anything_else_is_act_order_and_unequal_groups_are_known() {
     let index = GIdx::new(Some(&[1, 0, 0, 1, 0, 0]), 6, 2, None).unwrap();
     assert_eq!((index.kind(), index.group_size(), index.equal_groups()), (GIdxKind::ActOrder, 4, true));
     assert_eq!(index.groups(), [1, 0, 0, 1, 0, 0]);
-    // A short group that isn't the last one; a group without rows.
-    for unequal in [[1, 0, 0, 1, 1, 1], [0, 0, 0, 0, 2, 2]] {
+    // A short group that isn't the last one; a group without rows, also the last one.
+    for unequal in [[1, 0, 0, 1, 1, 1], [0, 0, 0, 0, 2, 2], [1, 0, 1, 0, 1, 0]] {
         let index = GIdx::new(Some(&unequal), 6, 3, Some(2)).unwrap();
         assert_eq!((index.kind(), index.equal_groups()), (GIdxKind::ActOrder, false), "{unequal:?}");
     }
@@ -150,7 +150,7 @@ fn g3_7_rows_sort_stably_by_group() {
 }
 
 #[test]
-fn g4_1_and_g4_2_fields_run_along_a_row_and_v1_stores_one_less() {
+fn g4_1_g4_2_g4_4_fields_run_along_a_row_and_v1_stores_one_less() {
     for case in list(&load("gptq")["varying_zeros"]) {
         let width = int(&case["bits"]);
         let expected: Vec<u16> = ints(&case["zero_points"]);
@@ -174,7 +174,7 @@ fn g4_1_each_group_row_begins_a_word() {
 }
 
 #[test]
-fn g4_5_to_g4_7_an_all_ones_field_by_encoding() {
+fn g4_5_g4_6_g4_7_an_all_ones_field_by_encoding() {
     for width in [2, 3, 4, 8] {
         let ones = bits(width).max_code();
         let read = |encoding| zeros(width, 1, &[ones], encoding)[0];

@@ -227,8 +227,11 @@ proptest! {
     }
 
     #[test]
-    fn word_wise_zeros_come_back_whatever_they_are((shape, mut random) in (shape(), stream())) {
-        prop_assume!(shape.bits.get() != 3);
+    fn word_wise_zeros_come_back_whatever_they_are((mut shape, mut random) in (shape(), stream())) {
+        // 3 bits are corrected field by field.
+        if shape.bits.get() == 3 {
+            shape.bits = gptq::Bits::ALL[2];
+        }
         // The writer subtracts a word of ones from the words of v2.
         let zeros: Vec<u16> = (0..shape.groups * shape.out_features)
             .map(|_| (random.next() & shape.bits.max_code()) as u16)
@@ -285,12 +288,12 @@ proptest! {
         let codes: Vec<u8> = sized([shape.in_features, shape.out_features]).iter().map(|&w| w as u8).collect();
         let _ = gptq::pack_codes(&shape, &codes);
         // An absent index makes as many entries as the caller says there are rows.
-        if index.is_some() || shape.in_features < 10_000 {
-            if let Ok(g_idx) = GIdx::new(index.as_deref(), shape.in_features, shape.groups, stated) {
-                prop_assert!(g_idx.groups().iter().all(|&g| (g as usize) < shape.groups));
-                prop_assert_eq!(g_idx.groups().len(), shape.in_features);
-                let _ = gptq::Matrix::new(shape, codes, zeros, scales, g_idx).map(|m| m.dequantize());
-            }
+        if (index.is_some() || shape.in_features < 10_000)
+            && let Ok(g_idx) = GIdx::new(index.as_deref(), shape.in_features, shape.groups, stated)
+        {
+            prop_assert!(g_idx.groups().iter().all(|&g| (g as usize) < shape.groups));
+            prop_assert_eq!(g_idx.groups().len(), shape.in_features);
+            let _ = gptq::Matrix::new(shape, codes, zeros, scales, g_idx).map(|m| m.dequantize());
         }
         let _ = Shape::from_dimensions(shape.in_features, shape.qweight(), shape.qzeros(), shape.scales());
     }

@@ -39,14 +39,17 @@ const LONGROPE_IGNORED: &[&str] = &["attention_factor", "short_mscale", "long_ms
 /// Where both places speak, transformers' order holds: a `rope_scaling` replaces `rope_parameters`, whose
 /// `rope_theta` otherwise comes before the one at top level.
 pub(super) fn to_top_level(json: &mut Map<String, Value>, notes: &mut Vec<ConfigNote>) {
-    let parameters = object(json, "rope_parameters", notes);
-    if parameters.as_ref().is_some_and(is_per_layer_type) {
-        notes.push(ConfigNote::RopePerLayerType);
-        return;
-    }
     let mut stated = object(json, "rope_scaling", notes);
     if let Some(stated) = &mut stated {
         keep_one_kind_key(stated, notes);
+    }
+    let mut parameters = object(json, "rope_parameters", notes);
+    if parameters.as_ref().is_some_and(is_per_layer_type) {
+        notes.push(ConfigNote::RopePerLayerType);
+        if stated.is_none() {
+            return;
+        }
+        parameters = None;
     }
     if let (Some(stated), Some(parameters)) = (&stated, &parameters)
         && kind(stated) != kind(parameters)
@@ -241,8 +244,9 @@ fn matters(key: &str, value: &Value, scaling: &Map<String, Value>) -> bool {
         "attention_factor" => {
             let factor = scaling.get("factor").and_then(Value::as_f64).unwrap_or(f64::NAN);
             let usual = 0.1 * factor.ln() + 1.0;
-            // Files hold it rounded; a NaN differs from everything.
-            !((number - usual).abs() < 1e-6)
+            // Files hold it rounded. What is no number is never as usual.
+            let as_usual = (number - usual).abs() < 1e-6;
+            !as_usual
         }
         _ => true,
     }

@@ -1,6 +1,6 @@
 //! Which tensor stands in which shard, and where.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
@@ -111,6 +111,7 @@ impl ShardPlan {
     /// [`Error::NoTensors`], [`Error::PlannedTwice`], [`Error::ReservedName`], [`Error::Size`],
     /// [`Error::Header`].
     pub fn new(units: Vec<Vec<TensorSpec>>, limit: u64) -> Result<Self, Error> {
+        let total_size = check(units.iter().flatten())?;
         let mut packer = Packer::new(limit);
         for unit in units {
             packer.push_unit(unit)?;
@@ -120,8 +121,7 @@ impl ShardPlan {
             return Err(Error::NoTensors);
         }
         let count = shards.len();
-        let mut plan =
-            ShardPlan { shards: Vec::with_capacity(count), places: BTreeMap::new(), total_size: 0 };
+        let mut plan = ShardPlan { shards: Vec::with_capacity(count), places: BTreeMap::new(), total_size };
         for (i, tensors) in shards.into_iter().enumerate() {
             let file = match count {
                 1 => "model.safetensors".to_owned(),
@@ -153,37 +153,51 @@ impl ShardPlan {
 
     fn push_shard(&mut self, file: String, mut tensors: Vec<TensorSpec>) -> Result<(), Error> {
         tensors.sort_by(|a, b| b.dtype.cmp(&a.dtype).then_with(|| a.name.cmp(&b.name)));
-        let mut end = 0usize;
+        let mut end = 0;
         let mut infos = Vec::with_capacity(tensors.len());
-        let mut sizes = Vec::with_capacity(tensors.len());
-        for tensor in tensors {
-            let bytes = tensor.bytes()?;
+        for tensor in &tensors {
             let start = end;
-            end = usize::try_from(bytes)
-                .ok()
-                .and_then(|n| start.checked_add(n))
-                .ok_or_else(|| Error::Size { tensor: tensor.name.clone(), shape: tensor.shape.clone() })?;
-            sizes.push((tensor.name.clone(), start as u64, bytes));
-            let info = TensorInfo { dtype: tensor.dtype, shape: tensor.shape, data_offsets: (start, end) };
-            infos.push((tensor.name, info));
+            // No overflow, and usize holds it: `check` has seen the sum of all, and files are that long.
+            end += tensor.bytes()? as usize;
+            let (dtype, shape) = (tensor.dtype, tensor.shape.clone());
+            infos.push((tensor.name.clone(), TensorInfo { dtype, shape, data_offsets: (start, end) }));
         }
+        let places: Vec<(usize, usize)> = infos.iter().map(|(_, info)| info.data_offsets).collect();
         let head = match head(infos) {
             Ok(head) => head,
             Err(source) => return Err(Error::Header { file, source }),
         };
         let shard = self.shards.len();
-        for (name, start, bytes) in &sizes {
-            let place = Place { shard, offset: head.len() as u64 + start, bytes: *bytes };
-            self.total_size += bytes;
-            if self.places.insert(name.clone(), place).is_some() {
-                return Err(Error::PlannedTwice { tensor: name.clone() });
-            }
+        for (tensor, (start, end)) in tensors.iter().zip(places) {
+            let place = Place { shard, offset: (head.len() + start) as u64, bytes: (end - start) as u64 };
+            self.places.insert(tensor.name.clone(), place);
         }
-        let bytes = head.len() as u64 + end as u64;
-        let tensors = sizes.into_iter().map(|(name, ..)| name).collect();
+        let bytes = (head.len() + end) as u64;
+        let tensors = tensors.into_iter().map(|tensor| tensor.name).collect();
         self.shards.push(PlannedShard { file, head, bytes, tensors });
         Ok(())
     }
+}
+
+/// Checks names and sizes and gives the bytes of all tensors.
+fn check<'a>(tensors: impl Iterator<Item = &'a TensorSpec>) -> Result<u64, Error> {
+    let mut names = BTreeSet::new();
+    let mut total = 0u64;
+    for tensor in tensors {
+        let name = || tensor.name.clone();
+        if tensor.name == "__metadata__" {
+            return Err(Error::ReservedName { tensor: name() });
+        }
+        if !names.insert(&tensor.name) {
+            return Err(Error::PlannedTwice { tensor: name() });
+        }
+        // No file system holds more, and it leaves room for any header.
+        total = total
+            .checked_add(tensor.bytes()?)
+            .filter(|total| *total <= (isize::MAX / 2) as u64)
+            .ok_or_else(|| Error::Size { tensor: name(), shape: tensor.shape.clone() })?;
+    }
+    Ok(total)
 }
 
 /// The length field and the header, padded with spaces so that the tensors start at a multiple of 8 bytes.
@@ -236,9 +250,6 @@ impl Packer {
     fn push_unit(&mut self, unit: Vec<TensorSpec>) -> Result<(), Error> {
         let mut whole = Size::default();
         for tensor in &unit {
-            if tensor.name == "__metadata__" {
-                return Err(Error::ReservedName { tensor: tensor.name.clone() });
-            }
             whole = whole.plus(Size::of(tensor)?);
         }
         if !self.fits(self.open_size.plus(whole)) && self.fits(whole) {

@@ -1,3 +1,7 @@
+//! Takes the five tensors of a linear, gives a [`Matrix`] of integers and scale indices or its decoded
+//! weights, and back. Must not choose scales, codes or widths, and accepts nothing that exllamav2 would
+//! misread.
+//!
 #![doc = include_str!("SPEC.md")]
 
 mod error;

