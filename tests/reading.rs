@@ -391,6 +391,19 @@ fn dynamic_rules_are_checked_against_the_tensors() {
 }
 
 #[test]
+fn a_list_without_the_attentions_projections_does_not_make_them_dense() {
+    let mut model = Model::new(&Quantized::default());
+    let mlp = json!([["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]);
+    let checkpoint = open(model.set("modules_in_block_to_quantize", mlp).write().path());
+    let [warning] = checkpoint.warnings() else { panic!("{:?}", checkpoint.warnings()) };
+    assert_eq!((warning.code, warning.subject.as_str()), (WarningCode::ModuleListIncomplete, Q));
+    assert!(warning.message.contains("3 more modules"), "{}", warning.message);
+    assert!(checkpoint.module(Q).unwrap().layout().is_quantized());
+    let attention = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+    assert_eq!(codes(&open(model.set("modules_in_block_to_quantize", json!(attention)).write().path())), []);
+}
+
+#[test]
 fn a_module_left_dense_is_read_as_dense() {
     let mut model = Model::new(&Quantized::default());
     model.tensors.retain(|name, _| !name.starts_with(Q));

@@ -8,7 +8,7 @@ use super::shards::Shards;
 use super::tensor::TensorView;
 use crate::arch::Linear;
 use requant_formats::exl2::{self, GroupTable};
-use requant_formats::gptq::{self, Bits, GIdx, Shape, ZeroSurvey};
+use requant_formats::gptq::{self, Bits, GIdx, Shape, ZeroEncoding, ZeroSurvey};
 use requant_formats::{NotAPermutation, Permutation};
 use safetensors::Dtype;
 
@@ -41,6 +41,8 @@ pub(super) struct StoredGptq {
     pub(super) g_idx: GIdx,
     pub(super) scales: Dtype,
     pub(super) survey: ZeroSurvey,
+    /// Whether 3-bit zero points differ, but repeat as a fault of auto-round repeats them.
+    pub(super) repeated_zeros: bool,
 }
 
 /// What the configuration says of a module, `dynamic` rules applied.
@@ -276,7 +278,9 @@ impl<'a> Tensors<'a> {
         }
         let words = qzeros.words().unwrap_or_default();
         let survey = gptq::survey_zeros(&shape, &words).map_err(|e| qzeros.error(e))?;
-        Ok((Stored::Gptq(StoredGptq { shape, g_idx, scales: scales.dtype(), survey }), [k, columns]))
+        let repeated_zeros = survey.constant.is_none() && repeats(&shape, &words);
+        let stored = StoredGptq { shape, g_idx, scales: scales.dtype(), survey, repeated_zeros };
+        Ok((Stored::Gptq(stored), [k, columns]))
     }
 
     /// Names the tensor that doesn't fit the others.
@@ -352,6 +356,16 @@ impl<'a> Tensors<'a> {
         }
         Ok((Stored::Exl2 { groups, stored_out_features: n }, [k, out_features]))
     }
+}
+
+/// auto-round's qlinear_torch wrote the zero points of columns 0 to 9 of each 32 for columns 11 to 20 and
+/// 22 to 31 as well.
+fn repeats(shape: &Shape, qzeros: &[u32]) -> bool {
+    if shape.bits.get() != 3 || !shape.out_features.is_multiple_of(32) {
+        return false;
+    }
+    let fields = gptq::decode_zeros(shape, qzeros, ZeroEncoding::V2).unwrap_or_default();
+    fields.chunks_exact(32).all(|block| block[..10] == block[11..21] && block[..10] == block[22..])
 }
 
 /// k where no `g_idx` and no architecture tells it: the widest reading whose words are all full.

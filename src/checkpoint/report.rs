@@ -85,6 +85,24 @@ pub(super) fn contradictions(
         );
         push(WarningCode::ActOrderDenied, subject, message);
     }
+    let listed = |name: &str| {
+        quant.listed_modules.as_ref().is_none_or(|list| list.iter().any(|end| name.ends_with(end.as_str())))
+    };
+    if let Some((subject, text)) = conflicts(&|i| !listed(gptq[i].0)) {
+        let message = format!(
+            "{text}: quantized, but not in `modules_in_block_to_quantize`. The tensors count; engines that obey the \
+             list find no weight."
+        );
+        push(WarningCode::ModuleListIncomplete, subject, message);
+    }
+    let by_auto_round = quant.producer.as_ref().is_some_and(|producer| producer.name == "auto-round");
+    if let Some((subject, text)) = conflicts(&|i| by_auto_round && gptq[i].1.repeated_zeros) {
+        let message = format!(
+            "{text}: the 3-bit zero points of every 32 columns repeat as a fault of auto-round repeats them. They \
+             are read as stored, which is what any engine computes, but not what was quantized."
+        );
+        push(WarningCode::ZerosRepeated, subject, message);
+    }
     if let Some((subject, text)) = conflicts(&|i| gptq[i].2.dense) {
         let message = format!(
             "{text}: left dense by a rule of `dynamic`, but stored quantized. The tensors count; engines that obey \
