@@ -34,6 +34,8 @@ pub enum WarningCode {
     ModuleListIncomplete,
     /// `dynamic` rules mean something else to engines that try them in the file's order.
     DynamicOrder,
+    /// A module with more columns than the model has, whose scales are 0. They are left out.
+    PaddingIgnored,
     /// `config.json` names an architecture that requant doesn't know: sizes and completeness are unchecked.
     UnknownArchitecture,
     /// The label for zero points contradicts the stored values. The values count.

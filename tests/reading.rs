@@ -456,6 +456,30 @@ fn scales_beyond_fp16_are_not_lost_on_the_way() {
 }
 
 #[test]
+fn columns_that_only_pad_are_left_out() {
+    let mut model = Model::new(&Quantized::default());
+    let whole = hashes(&open(model.write().path()));
+    // 32 columns more: codes and scales of 0, and zero points that would hide the symmetric ones.
+    for (suffix, stored, more) in [("qweight", HIDDEN, 32), ("qzeros", HIDDEN / 8, 4), ("scales", HIDDEN, 32)]
+    {
+        let tensor = model.tensor(Q, suffix);
+        let size = tensor.bytes.len() / tensor.shape.iter().product::<usize>();
+        let rows = tensor.bytes.chunks_exact(stored * size);
+        tensor.bytes = rows.flat_map(|row| [row, &vec![0; more * size]].concat()).collect();
+        tensor.shape[1] += more;
+    }
+    let checkpoint = open(model.write().path());
+    assert_eq!(hashes(&checkpoint), whole);
+    assert_eq!(
+        (codes(&checkpoint), checkpoint.warnings()[0].subject.as_str()),
+        (vec![WarningCode::PaddingIgnored], Q)
+    );
+    model.tensor(Q, "scales").bytes[2 * HIDDEN + 1] = 0x3c;
+    let fault = support::refused_tensor(&model, &format!("{Q}.scales"));
+    assert!(matches!(fault, requant::checkpoint::Fault::TensorShape { .. }), "{fault}");
+}
+
+#[test]
 fn an_all_zero_bias_is_told_from_another() {
     let mut model = Model::new(&Quantized::default());
     let mut bias = vec![0.0; HIDDEN];

@@ -24,6 +24,14 @@ pub(super) fn contradictions(
         .collect();
     let any_exl2 = found.iter().any(|found| matches!(found.stored, Stored::Exl2 { .. }));
     let mut push = |code, subject: String, message| warnings.push(Warning { code, subject, message });
+    let padded = gptq.iter().filter(|(_, stored, _)| stored.stored_out_features > stored.shape.out_features);
+    if let Some((subject, text)) = some_of(padded.map(|(name, ..)| *name)) {
+        let message = format!(
+            "{text}: stored with more columns than the model has. Their scales are 0, so they are padding and left \
+             out."
+        );
+        push(WarningCode::PaddingIgnored, subject, message);
+    }
     let Some(quant) = quant else {
         if !gptq.is_empty() {
             let bits: BTreeSet<Bits> = gptq.iter().map(|(_, stored, _)| stored.shape.bits).collect();
