@@ -24,6 +24,14 @@ pub(super) fn contradictions(
         .collect();
     let any_exl2 = found.iter().any(|found| matches!(found.stored, Stored::Exl2 { .. }));
     let mut push = |code, subject: String, message| warnings.push(Warning { code, subject, message });
+    let padded = gptq.iter().filter(|(_, stored, _)| stored.stored_out_features > stored.shape.out_features);
+    if let Some((subject, text)) = some_of(padded.map(|(name, ..)| *name)) {
+        let message = format!(
+            "{text}: stored with more columns than the model has. Their scales are 0, so they are padding and left \
+             out."
+        );
+        push(WarningCode::PaddingIgnored, subject, message);
+    }
     let Some(quant) = quant else {
         if !gptq.is_empty() {
             let bits: BTreeSet<Bits> = gptq.iter().map(|(_, stored, _)| stored.shape.bits).collect();
@@ -84,6 +92,24 @@ pub(super) fn contradictions(
              configuration, such as vLLM, compute garbage."
         );
         push(WarningCode::ActOrderDenied, subject, message);
+    }
+    let listed = |name: &str| {
+        quant.listed_modules.as_ref().is_none_or(|list| list.iter().any(|end| name.ends_with(end.as_str())))
+    };
+    if let Some((subject, text)) = conflicts(&|i| !listed(gptq[i].0)) {
+        let message = format!(
+            "{text}: quantized, but not in `modules_in_block_to_quantize`. The tensors count; engines that obey the \
+             list find no weight."
+        );
+        push(WarningCode::ModuleListIncomplete, subject, message);
+    }
+    let by_auto_round = quant.producer.as_ref().is_some_and(|producer| producer.name == "auto-round");
+    if let Some((subject, text)) = conflicts(&|i| by_auto_round && gptq[i].1.repeated_zeros) {
+        let message = format!(
+            "{text}: the 3-bit zero points of every 32 columns repeat as a fault of auto-round repeats them. They \
+             are read as stored, which is what any engine computes, but not what was quantized."
+        );
+        push(WarningCode::ZerosRepeated, subject, message);
     }
     if let Some((subject, text)) = conflicts(&|i| gptq[i].2.dense) {
         let message = format!(
