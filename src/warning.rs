@@ -70,6 +70,8 @@ pub enum WarningCode {
     ZeroBiasDropped,
     /// Groups that hold parts of several source groups.
     StraddlingGroups,
+    /// Act-order of a down_proj that can't be folded into gate and up.
+    NotFolded,
     /// A quantized head is stored as fp16.
     HeadDequantized,
     /// Values of a dense tensor are rounded to fp16.

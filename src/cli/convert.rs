@@ -5,14 +5,19 @@ use super::print;
 use super::progress::{Progress, Style};
 use clap::ValueEnum;
 use requant::checkpoint::{AllOnes, Checkpoint, OpenOptions};
+use requant::convert::report::Exactness;
 use requant::convert::{ConvertOptions, Report, convert};
 use requant::formats::exl2::Bits;
-use requant::plan::{Decision, DenseMembers, Plan, PlanOptions, PlannedModule, Target, WidthRule};
+use requant::formats::gptq;
+use requant::plan::readers::{READERS, Reader};
+use requant::plan::{
+    Decision, DenseMembers, DenseType, GptqOptions, Order, Plan, PlanOptions, PlannedModule, Target,
+    WidthRule,
+};
 use std::path::PathBuf;
 
 /// Convert a checkpoint to another layout.
 #[derive(Debug, clap::Args)]
-#[command(group(clap::ArgGroup::new("target").required(true).args(["bpw", "bits"])))]
 pub(super) struct Arguments {
     /// A directory with config.json and .safetensors files.
     source: PathBuf,
@@ -25,12 +30,14 @@ pub(super) struct Arguments {
     /// Stored bits a weight of the decoder's linears, at most; widths are chosen by measured error.
     #[arg(long)]
     bpw: Option<f64>,
-    /// One width for all of the decoder's linears: 2, 3, 4, 5, 6 or 8.
-    #[arg(long, value_name = "N", value_parser = parse_bits)]
-    bits: Option<Bits>,
-    /// Rows of a group with --bits, a multiple of 32.
-    #[arg(long, value_name = "N", default_value_t = 64, requires = "bits")]
-    group_size: usize,
+    /// One width: for EXL2 that of all of the decoder's linears (2, 3, 4, 5, 6 or 8), for GPTQ the width to
+    /// store codes in (exact, so never less than they need).
+    #[arg(long, value_name = "N", conflicts_with = "bpw")]
+    bits: Option<u32>,
+    /// Rows of a group: for EXL2 with --bits a multiple of 32 (64 if left out), for GPTQ a divisor of the
+    /// source's.
+    #[arg(long, value_name = "N", conflicts_with = "bpw")]
+    group_size: Option<usize>,
     /// Quantize the output head at this width; without it the head stays fp16.
     #[arg(long, value_name = "N", value_parser = parse_bits)]
     head_bits: Option<Bits>,
@@ -41,11 +48,26 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "REGEX=BITS", value_parser = parse_rule)]
     min: Vec<(String, Bits)>,
     /// What to do with dense linears among quantized ones that exllamav2 loads together with them.
-    #[arg(long, value_name = "WHAT", value_enum, default_value_t = Members::Quantize)]
-    dense_members: Members,
+    #[arg(long, value_name = "WHAT", value_enum)]
+    dense_members: Option<Members>,
     /// What a stored zero point of only ones means in an asymmetric v1 file that GPTQModel didn't write.
     #[arg(long, value_name = "MEANING", value_enum)]
     all_ones: Option<Ones>,
+    /// Convention of stored zero points in a GPTQ output; the source's if left out.
+    #[arg(long, value_enum)]
+    zeros: Option<Zeros>,
+    /// Re-centre asymmetric modules in a GPTQ output, exactly: 2 and 3 bits become 4, 4 bits become 8.
+    #[arg(long)]
+    sym: bool,
+    /// Order of rows in a GPTQ output.
+    #[arg(long, value_enum)]
+    order: Option<RowOrder>,
+    /// The program that is to read a GPTQ output: what it doesn't accept is changed exactly, or refused.
+    #[arg(long = "for", value_name = "READER", value_parser = parse_reader)]
+    reader: Option<&'static Reader>,
+    /// Let --for round scales that fp16 doesn't have.
+    #[arg(long)]
+    allow_rounding: bool,
     /// Largest size of an output file: a number of bytes, or with kB, MB, GB, KiB, MiB, GiB.
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_size)]
     shard_size: u64,
@@ -61,6 +83,30 @@ pub(super) struct Arguments {
 enum Layout {
     /// Mixed-width layout of exllamav2.
     Exl2,
+    /// GPTQ, with the same weights.
+    Gptq,
+    /// Dense fp16, as decoded.
+    Fp16,
+    /// Dense bf16, rounded once.
+    Bf16,
+    /// The same tensors in new files.
+    Same,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Zeros {
+    /// Stored less one: what most programs read.
+    V1,
+    /// Stored as they are.
+    V2,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum RowOrder {
+    /// As in the source.
+    Keep,
+    /// down_proj's rows sorted by group, gate's and up's columns in the same order: exact.
+    Sorted,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -83,8 +129,7 @@ enum Ones {
 
 impl Arguments {
     pub(super) fn run(&self, json: bool) -> Result<(), Failure> {
-        let Layout::Exl2 = self.to;
-        let options = self.plan_options()?;
+        self.check_flags()?;
         if let Some(out) = &self.out
             && out.exists()
             && !self.dry_run
@@ -98,7 +143,7 @@ impl Arguments {
         });
         let checkpoint = Checkpoint::open(&self.source, &OpenOptions { all_ones, ..OpenOptions::default() })?;
         let progress = Progress::new(self.progress);
-        let plan = Plan::new(&checkpoint, &options, &progress);
+        let plan = self.plan(&checkpoint, &progress);
         progress.finish();
         let plan = plan?;
         let Some(out) = self.out.as_ref().filter(|_| !self.dry_run) else {
@@ -108,7 +153,9 @@ impl Arguments {
                 return print::stdout(&(serde_json::to_string_pretty(&plan).unwrap_or_default() + "\n"));
             }
             let totals = totals_line(&plan);
-            return print::stdout(&(plan_table(&plan) + "\n" + &totals + &print::warnings(&warnings)));
+            return print::stdout(
+                &(plan_table(&checkpoint, &plan) + "\n" + &totals + &print::warnings(&warnings)),
+            );
         };
         let shards = ConvertOptions { shard_size: self.shard_size };
         let report = convert(&checkpoint, &plan, out, &shards, &progress);
@@ -128,12 +175,86 @@ impl Arguments {
         print::stdout(&success(&out.display().to_string(), &report))
     }
 
-    fn plan_options(&self) -> Result<PlanOptions, Failure> {
+    /// Flags that say nothing about the layout asked for are mistakes.
+    fn check_flags(&self) -> Result<(), Failure> {
+        let exl2 = [
+            (self.bpw.is_some(), "--bpw"),
+            (self.head_bits.is_some(), "--head-bits"),
+            (!self.set.is_empty(), "--set"),
+            (!self.min.is_empty(), "--min"),
+            (self.dense_members.is_some(), "--dense-members"),
+        ];
+        let gptq = [
+            (self.zeros.is_some(), "--zeros"),
+            (self.sym, "--sym"),
+            (self.order.is_some(), "--order"),
+            (self.reader.is_some(), "--for"),
+            (self.allow_rounding, "--allow-rounding"),
+        ];
+        let widths = [(self.bits.is_some(), "--bits"), (self.group_size.is_some(), "--group-size")];
+        let wrong: Vec<(bool, &str)> = match self.to {
+            Layout::Exl2 => gptq.to_vec(),
+            Layout::Gptq => exl2.to_vec(),
+            Layout::Fp16 | Layout::Bf16 | Layout::Same => [&exl2[..], &gptq, &widths].concat(),
+        };
+        if let Some((_, flag)) = wrong.iter().find(|(given, _)| *given) {
+            let to = self.to.to_possible_value().map_or(String::new(), |v| v.get_name().into());
+            let message = format!("{flag} says nothing about --to {to}");
+            return Err(Failure::usage(message, "`requant convert --help` says which flags go together"));
+        }
+        Ok(())
+    }
+
+    fn plan(&self, checkpoint: &Checkpoint, progress: &Progress) -> Result<Plan, Failure> {
+        Ok(match self.to {
+            Layout::Exl2 => Plan::new(checkpoint, &self.exl2_options()?, progress)?,
+            Layout::Gptq => Plan::to_gptq(checkpoint, &self.gptq_options()?)?,
+            Layout::Fp16 => Plan::to_dense(checkpoint, DenseType::Fp16)?,
+            Layout::Bf16 => Plan::to_dense(checkpoint, DenseType::Bf16)?,
+            Layout::Same => Plan::same(checkpoint),
+        })
+    }
+
+    fn gptq_options(&self) -> Result<GptqOptions, Failure> {
+        let bits = self.bits.map(|bits| {
+            gptq::Bits::try_from(bits)
+                .map_err(|e| Failure::usage(e.to_string(), "GPTQ has 2, 3, 4 and 8 bits"))
+        });
+        let order = match self.order {
+            Some(RowOrder::Sorted) => Order::Sorted,
+            Some(RowOrder::Keep) => Order::Keep,
+            // A reader that ignores g_idx needs whatever can be folded.
+            None if self.reader.is_some_and(|reader| !reader.act_order) => Order::Sorted,
+            None => Order::Keep,
+        };
+        Ok(GptqOptions {
+            zeros: self.zeros.map(|zeros| match zeros {
+                Zeros::V1 => gptq::ZeroConvention::V1,
+                Zeros::V2 => gptq::ZeroConvention::V2,
+            }),
+            bits: bits.transpose()?,
+            symmetric: self.sym,
+            group_size: self.group_size,
+            order,
+            allow_rounding: self.allow_rounding,
+            reader: self.reader,
+        })
+    }
+
+    fn exl2_options(&self) -> Result<PlanOptions, Failure> {
         let target = match (self.bpw, self.bits) {
             (Some(bpw), _) => Target::Bpw(bpw),
-            (None, Some(bits)) => Target::Uniform { bits, group_size: self.group_size },
-            // clap's group asks for one of them.
-            (None, None) => return Err(Failure::usage("no target".into(), "give --bpw or --bits")),
+            (None, Some(bits)) => {
+                let bits =
+                    Bits::try_from(bits).map_err(|e| Failure::usage(e.to_string(), "choose one of these"))?;
+                Target::Uniform { bits, group_size: self.group_size.unwrap_or(64) }
+            }
+            (None, None) => {
+                return Err(Failure::usage(
+                    "--to exl2 needs --bpw or --bits".into(),
+                    "--bpw 4.25 is a good start",
+                ));
+            }
         };
         let rules = |rules: &[(String, Bits)]| -> Result<Vec<WidthRule>, Failure> {
             rules.iter().map(|(pattern, bits)| Ok(WidthRule::new(pattern, *bits)?)).collect()
@@ -142,14 +263,19 @@ impl Arguments {
             target,
             head_bits: self.head_bits,
             dense_members: match self.dense_members {
-                Members::Quantize => DenseMembers::Quantize,
-                Members::DequantizeSet => DenseMembers::DequantizeSet,
-                Members::Error => DenseMembers::Error,
+                None | Some(Members::Quantize) => DenseMembers::Quantize,
+                Some(Members::DequantizeSet) => DenseMembers::DequantizeSet,
+                Some(Members::Error) => DenseMembers::Error,
             },
             set: rules(&self.set)?,
             min: rules(&self.min)?,
         })
     }
+}
+
+fn parse_reader(name: &str) -> Result<&'static Reader, String> {
+    let names: Vec<&str> = READERS.iter().map(|reader| reader.name).collect();
+    Reader::named(name).ok_or_else(|| format!("known are {}", names.join(", ")))
 }
 
 fn parse_bits(text: &str) -> Result<Bits, String> {
@@ -180,20 +306,27 @@ fn parse_size(text: &str) -> Result<u64, String> {
     }
 }
 
-fn plan_table(plan: &Plan) -> String {
+fn plan_table(checkpoint: &Checkpoint, plan: &Plan) -> String {
     let header = ["module", "in", "out", "layout", "group", "bpw", "error", "one step up", "one step down"];
     let mut rows = vec![header.map(String::from).to_vec()];
-    rows.extend(plan.modules.iter().map(row));
+    rows.extend(plan.modules.iter().map(|module| row(checkpoint, module)));
     print::table(&rows)
 }
 
-fn row(module: &PlannedModule) -> Vec<String> {
-    let (layout, group, bits, error) = match &module.decision {
-        Decision::Dense => ("fp16".to_string(), String::new(), 16 * module.weights(), "0".to_string()),
+fn row(checkpoint: &Checkpoint, module: &PlannedModule) -> Vec<String> {
+    let exact = || "0".to_string();
+    let bits = module.stored_bits(checkpoint);
+    let (layout, group, error) = match &module.decision {
+        Decision::Dense(dtype) => (format!("{:?}", dtype.dtype()).to_lowercase(), String::new(), exact()),
+        Decision::Kept => ("kept".to_string(), String::new(), exact()),
+        Decision::Gptq(decision) => (
+            format!("gptq {}-bit{}", decision.bits.get(), if decision.act_order { " act-order" } else { "" }),
+            decision.group_size.to_string(),
+            exact(),
+        ),
         Decision::Exl2(decision) => (
             widths(&decision.widths(module.in_features)),
             decision.group_size.to_string(),
-            decision.stored_bits,
             decision.relative_error.map_or(String::new(), |e| format!("{e:.5}")),
         ),
     };
@@ -252,16 +385,20 @@ fn totals_line(plan: &Plan) -> String {
 
 fn success(out: &str, report: &Report) -> String {
     let bytes: u64 = report.shards.iter().map(|s| s.bytes).sum();
-    format!(
-        "{out}: {} in {} of weights, {:.4} bpw, mean relative error {:.5}\n",
-        print::bytes(bytes),
-        match report.shards.len() {
-            1 => "1 file".to_string(),
-            n => format!("{n} files"),
-        },
-        report.totals.bpw,
-        report.mean_relative_error,
-    )
+    let worst = report.modules.iter().map(|module| module.exactness).max();
+    let done = match worst {
+        Some(Exactness::Requantized) => {
+            format!("{:.4} bpw, mean relative error {:.5}", report.totals.bpw, report.mean_relative_error)
+        }
+        Some(Exactness::Rounded) => "weights rounded once".into(),
+        Some(Exactness::Exact) => "exact: every weight as decoded".into(),
+        Some(Exactness::Identical) | None => "identical tensors".into(),
+    };
+    let files = match report.shards.len() {
+        1 => "1 file".to_string(),
+        n => format!("{n} files"),
+    };
+    format!("{out}: {} in {files} of weights, {done}\n", print::bytes(bytes))
 }
 
 #[cfg(test)]

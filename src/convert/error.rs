@@ -52,6 +52,27 @@ pub enum Error {
         #[source]
         source: requant_formats::exl2::Error,
     },
+    /// Our own relayout made a matrix that the format forbids.
+    #[error("the changed layout breaks a rule of the format: {source}")]
+    GptqMatrix {
+        /// Name in the source.
+        module: String,
+        /// The rule.
+        #[source]
+        source: requant_formats::gptq::Error,
+    },
+    /// The bytes about to be written don't decode to the source's weights, although they should.
+    #[error(
+        "the weight at row {row}, column {column} would come out differently, although the conversion is exact"
+    )]
+    NotExact {
+        /// Name in the source.
+        module: String,
+        /// Row of the source.
+        row: usize,
+        /// Column of the output.
+        column: usize,
+    },
     /// The bytes about to be written don't decode to what the quantizer meant.
     #[error("the packed tensors decode with a squared error of {found:e}, the quantizer meant {expected:e}")]
     RoundTrip {
@@ -71,6 +92,8 @@ impl Diagnose for Error {
             Self::WeightOverflow { .. } => "convert.weight_overflow",
             Self::NotAFloat { .. } => "convert.not_a_float",
             Self::Matrix { .. } => "convert.matrix",
+            Self::GptqMatrix { .. } => "convert.gptq_matrix",
+            Self::NotExact { .. } => "convert.not_exact",
             Self::RoundTrip { .. } => "convert.round_trip",
         }
     }
@@ -78,7 +101,10 @@ impl Diagnose for Error {
     fn kind(&self) -> Kind {
         match self {
             Self::NotFinite { .. } | Self::WeightOverflow { .. } | Self::NotAFloat { .. } => Kind::Input,
-            Self::Matrix { .. } | Self::RoundTrip { .. } => Kind::Bug,
+            Self::Matrix { .. }
+            | Self::GptqMatrix { .. }
+            | Self::NotExact { .. }
+            | Self::RoundTrip { .. } => Kind::Bug,
         }
     }
 
@@ -87,7 +113,10 @@ impl Diagnose for Error {
             Self::NotFinite { file, .. }
             | Self::WeightOverflow { file, .. }
             | Self::NotAFloat { file, .. } => Some(file),
-            Self::Matrix { .. } | Self::RoundTrip { .. } => None,
+            Self::Matrix { .. }
+            | Self::GptqMatrix { .. }
+            | Self::NotExact { .. }
+            | Self::RoundTrip { .. } => None,
         }
     }
 
@@ -96,7 +125,10 @@ impl Diagnose for Error {
             Self::NotFinite { tensor, .. }
             | Self::WeightOverflow { tensor, .. }
             | Self::NotAFloat { tensor, .. } => Some(tensor),
-            Self::Matrix { module, .. } | Self::RoundTrip { module, .. } => Some(module),
+            Self::Matrix { module, .. }
+            | Self::GptqMatrix { module, .. }
+            | Self::NotExact { module, .. }
+            | Self::RoundTrip { module, .. } => Some(module),
         }
     }
 
@@ -105,7 +137,10 @@ impl Diagnose for Error {
             Self::NotFinite { .. } | Self::WeightOverflow { .. } | Self::NotAFloat { .. } => {
                 "EXL2 stores fp16; the file may be damaged: compare its hash with the hub's".into()
             }
-            Self::Matrix { .. } | Self::RoundTrip { .. } => {
+            Self::Matrix { .. }
+            | Self::GptqMatrix { .. }
+            | Self::NotExact { .. }
+            | Self::RoundTrip { .. } => {
                 "this is a bug of requant; nothing was written: please report it with the model's name".into()
             }
         })

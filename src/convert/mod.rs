@@ -4,9 +4,11 @@
 //! [`Report`]. Must not decide anything: the plan has. Nothing is written before every value that could be
 //! refused has been looked at, and nothing stands under the final name before all is on disk.
 
+mod config;
 mod error;
 mod module;
 mod preflight;
+mod relayout;
 pub mod report;
 
 pub use error::Error;
@@ -14,7 +16,7 @@ pub use report::Report;
 
 use crate::checkpoint::Checkpoint;
 use crate::output::{self, Exl2Facts, ShardPlan, ShardWriter, Staging};
-use crate::plan::{Decision, Plan};
+use crate::plan::{self, Decision, DenseType, Plan, Target};
 use crate::progress::{Event, Observer};
 use crate::warning::{Warning, WarningCode};
 use report::{ReportModule, TensorOrigin};
@@ -48,7 +50,7 @@ pub fn convert(
     options: &ConvertOptions,
     observer: &dyn Observer,
 ) -> Result<Report, crate::Error> {
-    let shards = ShardPlan::new(units(plan), options.shard_size)?;
+    let shards = ShardPlan::new(units(checkpoint, plan), options.shard_size)?;
     let losses = preflight::check(checkpoint, plan, observer)?;
     let staging = Staging::create(out)?;
     let writer = ShardWriter::create(staging.path(), shards)?;
@@ -67,13 +69,12 @@ pub fn convert(
         observer.event(&Event::Module { name: &planned.source, weights: planned.weights() });
     }
     let shards = writer.finish(observer)?;
-    let config = output::exl2_config(checkpoint.config(), &facts(plan));
-    staging.write("config.json", output::config_json(&config.json).as_bytes())?;
+    let notes = write_configs(checkpoint, plan, &staging)?;
     let side_files = output::copy_side_files(checkpoint.dir(), staging.path())?;
     let mut warnings: Vec<Warning> = checkpoint.warnings().to_vec();
     warnings.extend(plan.warnings.iter().cloned());
     warnings.extend(losses);
-    warnings.extend(config.notes.iter().map(|note| Warning {
+    warnings.extend(notes.iter().map(|note| Warning {
         code: WarningCode::Config,
         subject: "config.json".into(),
         message: note.to_string(),
@@ -89,16 +90,45 @@ pub fn convert(
 }
 
 /// The tensors of the output, a module's together.
-fn units(plan: &Plan) -> Vec<Vec<output::TensorSpec>> {
-    let dense = plan.dense_tensors.iter().map(|t| vec![module::half_spec(&t.exl2_name, &t.shape)]);
-    dense.chain(plan.modules.iter().map(module::specs)).collect()
+fn units(checkpoint: &Checkpoint, plan: &Plan) -> Vec<Vec<output::TensorSpec>> {
+    let dense = plan.dense_tensors.iter().map(|tensor| vec![plan::dense_spec(tensor)]);
+    dense.chain(plan.modules.iter().map(|module| plan::specs(checkpoint, module))).collect()
 }
 
-fn facts(plan: &Plan) -> Exl2Facts {
+/// Writes the configuration files that the output's readers look for.
+fn write_configs(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    staging: &Staging,
+) -> Result<Vec<output::ConfigNote>, crate::Error> {
+    let source = checkpoint.config();
+    let config = match plan.target {
+        Target::Bpw(_) | Target::Uniform { .. } => output::exl2_config(source, &exl2_facts(plan)),
+        Target::Dense(dtype) => output::dense_config(source, dtype_name(dtype)),
+        Target::Gptq => {
+            let quantization = config::gptq(checkpoint, plan);
+            let json = output::config_json(&quantization);
+            staging.write("quantize_config.json", json.as_bytes())?;
+            output::gptq_config(source, quantization)
+        }
+        Target::Same => output::Config { json: source.clone(), notes: Vec::new() },
+    };
+    staging.write("config.json", output::config_json(&config.json).as_bytes())?;
+    Ok(config.notes)
+}
+
+fn dtype_name(dtype: DenseType) -> &'static str {
+    match dtype {
+        DenseType::Fp16 => "float16",
+        DenseType::Bf16 => "bfloat16",
+    }
+}
+
+fn exl2_facts(plan: &Plan) -> Exl2Facts {
     let head = plan.modules.iter().find(|m| m.is_head()).map(|m| &m.decision);
     let head_bits = match head {
         Some(Decision::Exl2(head)) => head.bits[0].get() as u8,
-        Some(Decision::Dense) | None => 16,
+        _ => 16,
     };
     Exl2Facts { bpw: plan.totals.bpw, head_bits, untied: plan.untied }
 }

@@ -1,49 +1,18 @@
 //! One module, or one dense tensor, from the source's bytes to the output's.
 
 use super::Error;
+use super::relayout;
 use super::report::{Exactness, ReportModule, TensorOrigin};
-use crate::arch::{DenseTensor, EMBEDDING};
+use crate::arch::EMBEDDING;
 use crate::checkpoint::{Checkpoint, Layout, Module, TensorView};
 use crate::output::{ShardWriter, TensorSpec};
-use crate::plan::{BiasDecision, Decision, Exl2Decision, PlannedModule};
+use crate::plan::{Decision, Exl2Decision, PlannedModule, PlannedTensor, specs};
 use crate::quantize::{Source, quantize, to_half};
-use half::f16;
+use half::{bf16, f16};
+use requant_formats::Permutation;
 use requant_formats::exl2::{Matrix, Packed};
 use safetensors::Dtype;
-
-/// An fp16 tensor.
-pub(super) fn half_spec(name: &str, shape: &[usize]) -> TensorSpec {
-    TensorSpec { name: name.into(), dtype: Dtype::F16, shape: shape.to_vec() }
-}
-
-/// The tensors that a module has in the output.
-pub(super) fn specs(planned: &PlannedModule) -> Vec<TensorSpec> {
-    let (k, n) = (planned.in_features, planned.stored_out_features());
-    let named = |suffix: &str, dtype, shape: &[usize]| TensorSpec {
-        name: format!("{}.{suffix}", planned.name),
-        dtype,
-        shape: shape.to_vec(),
-    };
-    let mut specs = match &planned.decision {
-        Decision::Dense => vec![named("weight", Dtype::F16, &[n, k])],
-        Decision::Exl2(decision) => {
-            let groups = decision.bits.len();
-            let word_rows =
-                decision.widths(k).iter().map(|(bits, rows)| rows * bits.get() as usize / 32).sum();
-            vec![
-                named("q_weight", Dtype::I32, &[word_rows, n]),
-                named("q_invperm", Dtype::I32, &[k]),
-                named("q_scale", Dtype::I32, &[groups, n / 8]),
-                named("q_scale_max", Dtype::F16, &[groups]),
-                named("q_groups", Dtype::I16, &[2 * groups]),
-            ]
-        }
-    };
-    if planned.bias == BiasDecision::Kept {
-        specs.push(named("bias", Dtype::F16, &[planned.out_features]));
-    }
-    specs
-}
+use std::borrow::Cow;
 
 /// Converts and writes a module.
 pub(super) fn convert(
@@ -53,64 +22,110 @@ pub(super) fn convert(
     origins: &mut Vec<TensorOrigin>,
 ) -> Result<ReportModule, crate::Error> {
     let module = checkpoint.module(&planned.source);
-    let sources: Vec<String> = match module {
-        Some(module) => module.tensor_names().filter(|name| checkpoint.tensor(name).is_some()).collect(),
+    let weight_sources: Vec<String> = match module {
+        Some(module) => module
+            .tensor_names()
+            .filter(|name| !name.ends_with(".bias") && checkpoint.tensor(name).is_some())
+            .collect(),
         None => vec![EMBEDDING.into()],
     };
-    let weight_sources: Vec<String> = sources.iter().filter(|s| !s.ends_with(".bias")).cloned().collect();
-    let exactness = match &planned.decision {
-        Decision::Dense => write_dense(checkpoint, planned, writer)?,
-        Decision::Exl2(_) => Exactness::Requantized,
-    };
-    let relative_error = match &planned.decision {
-        Decision::Dense => 0.0,
-        Decision::Exl2(decision) => write_exl2(checkpoint, planned, decision, writer)?,
-    };
-    for spec in specs(planned) {
-        let is_bias = spec.name.ends_with(".bias");
-        origins.push(TensorOrigin {
-            sources: if is_bias { vec![format!("{}.bias", planned.source)] } else { weight_sources.clone() },
-            exactness: if is_bias { Exactness::Exact } else { exactness },
-            name: spec.name,
-        });
-    }
-    if planned.bias == BiasDecision::Kept
-        && let Some(tensor) = checkpoint.tensor(&format!("{}.bias", planned.source))
-    {
-        let (bytes, exactness) = half_bytes(tensor)?;
-        writer.write(&format!("{}.bias", planned.name), &bytes)?;
-        if let Some(origin) = origins.last_mut() {
-            origin.exactness = exactness;
+    let (mut relative_error, mut row_order, mut columns) = (0.0, None, None);
+    let exactness = match (&planned.decision, module) {
+        (Decision::Dense(dtype), _) => write_dense(checkpoint, planned, dtype.dtype(), writer)?,
+        (Decision::Exl2(decision), _) => {
+            relative_error = write_exl2(checkpoint, planned, decision, writer)?;
+            Exactness::Requantized
         }
+        (Decision::Gptq(decision), Some(module)) => {
+            columns = relayout::column_order(checkpoint, decision)?;
+            let (rows, exactness) = relayout::write_gptq(checkpoint, planned, module, decision, writer)?;
+            row_order = rows;
+            exactness
+        }
+        (Decision::Kept | Decision::Gptq(_), _) => {
+            for name in &weight_sources {
+                if let Some(tensor) = checkpoint.tensor(name) {
+                    writer.write(&name.replacen(&planned.source, &planned.name, 1), tensor.bytes())?;
+                }
+            }
+            Exactness::Identical
+        }
+    };
+    for spec in specs(checkpoint, planned) {
+        let (sources, exactness) = match spec.name.strip_suffix(".bias") {
+            None => (weight_sources.clone(), exactness),
+            Some(_) => {
+                let source = format!("{}.bias", planned.source);
+                let exactness = write_bias(checkpoint, &source, &spec, columns.as_ref(), writer)?;
+                (vec![source], exactness)
+            }
+        };
+        origins.push(TensorOrigin { name: spec.name, sources, exactness });
     }
-    Ok(ReportModule::new(planned, module, relative_error, exactness))
+    Ok(ReportModule::new(checkpoint, planned, relative_error, exactness, row_order))
 }
 
-/// Writes an embedding, norm or router.
+/// Writes a bias in the type of `spec`, in another order where the module's columns have one.
+fn write_bias(
+    checkpoint: &Checkpoint,
+    source: &str,
+    spec: &TensorSpec,
+    columns: Option<&Permutation>,
+    writer: &ShardWriter,
+) -> Result<Exactness, crate::Error> {
+    let Some(tensor) = checkpoint.tensor(source) else { return Ok(Exactness::Identical) };
+    let (bytes, exactness) = bytes_as(tensor, spec.dtype)?;
+    let size = bytes.len() / spec.shape[0].max(1);
+    match columns {
+        None => writer.write(&spec.name, &bytes)?,
+        Some(order) => {
+            let moved: Vec<u8> = (order.map().iter())
+                .flat_map(|&column| bytes[column as usize * size..][..size].iter().copied())
+                .collect();
+            writer.write(&spec.name, &moved)?;
+        }
+    }
+    let exactness = match exactness {
+        Exactness::Identical if columns.is_some() => Exactness::Exact,
+        other => other,
+    };
+    Ok(exactness)
+}
+
+/// Writes a tensor that belongs to no module.
 pub(super) fn write_dense_tensor(
     checkpoint: &Checkpoint,
-    tensor: &DenseTensor,
+    tensor: &PlannedTensor,
     writer: &ShardWriter,
     origins: &mut Vec<TensorOrigin>,
 ) -> Result<(), crate::Error> {
     // The reader has checked that the architecture's tensors are there.
-    if let Some(view) = checkpoint.tensor(&tensor.name) {
-        let (bytes, exactness) = half_bytes(view)?;
-        writer.write(&tensor.exl2_name, &bytes)?;
-        let sources = vec![tensor.name.clone()];
-        origins.push(TensorOrigin { name: tensor.exl2_name.clone(), sources, exactness });
+    if let Some(view) = checkpoint.tensor(&tensor.source) {
+        let (bytes, exactness) = bytes_as(view, tensor.dtype)?;
+        writer.write(&tensor.name, &bytes)?;
+        let sources = vec![tensor.source.clone()];
+        origins.push(TensorOrigin { name: tensor.name.clone(), sources, exactness });
     }
     Ok(())
 }
 
-/// A tensor's elements as fp16 bytes.
-fn half_bytes(tensor: TensorView<'_>) -> Result<(Vec<u8>, Exactness), crate::Error> {
-    if tensor.dtype() == Dtype::F16 {
-        return Ok((tensor.bytes().to_vec(), Exactness::Identical));
+/// A tensor's elements in another type.
+fn bytes_as(tensor: TensorView<'_>, dtype: Dtype) -> Result<(Cow<'_, [u8]>, Exactness), crate::Error> {
+    if tensor.dtype() == dtype {
+        return Ok((Cow::Borrowed(tensor.bytes()), Exactness::Identical));
     }
-    let (halves, rounding) = to_half(&floats(tensor)?).map_err(|e| not_finite(tensor, e))?;
-    let exactness = if rounding.is_exact() { Exactness::Exact } else { Exactness::Rounded };
-    Ok((bytemuck::cast_slice(&halves).to_vec(), exactness))
+    let values = floats(tensor)?;
+    if dtype == Dtype::BF16 {
+        let rounded: Vec<bf16> = values.iter().map(|&value| bf16::from_f32(value)).collect();
+        let exact = rounded.iter().zip(&values).all(|(r, v)| r.to_f32() == *v);
+        return Ok((Cow::Owned(bytemuck::cast_slice(&rounded).to_vec()), exactness_if(exact)));
+    }
+    let (halves, rounding) = to_half(&values).map_err(|e| not_finite(tensor, e))?;
+    Ok((Cow::Owned(bytemuck::cast_slice(&halves).to_vec()), exactness_if(rounding.is_exact())))
+}
+
+fn exactness_if(exact: bool) -> Exactness {
+    if exact { Exactness::Exact } else { Exactness::Rounded }
 }
 
 /// A tensor's elements.
@@ -136,19 +151,29 @@ pub(super) fn not_finite(tensor: TensorView<'_>, at: crate::quantize::NotFinite)
 fn write_dense(
     checkpoint: &Checkpoint,
     planned: &PlannedModule,
+    dtype: Dtype,
     writer: &ShardWriter,
 ) -> Result<Exactness, crate::Error> {
     let name = format!("{}.weight", planned.name);
     if let Some(tensor) = checkpoint.tensor(&format!("{}.weight", planned.source)) {
-        let (bytes, exactness) = half_bytes(tensor)?;
+        let (bytes, exactness) = bytes_as(tensor, dtype)?;
         writer.write(&name, &bytes)?;
         return Ok(exactness);
     }
     let Some(module) = checkpoint.module(&planned.source) else { return Ok(Exactness::Exact) };
-    let weights = checkpoint.dequantize(module)?;
-    let transposed = transpose(&weights, planned.in_features, planned.out_features);
-    writer.write(&name, bytemuck::cast_slice(&transposed))?;
-    Ok(Exactness::Exact)
+    let (k, n) = (planned.in_features, planned.out_features);
+    if dtype != Dtype::BF16 {
+        let weights = checkpoint.dequantize(module)?;
+        writer.write(&name, bytemuck::cast_slice(&transpose(&weights, k, n)))?;
+        return Ok(Exactness::Exact);
+    }
+    // One rounding, from the fp32 product where the layout has one.
+    let weights: Vec<bf16> = match module.layout() {
+        Layout::Gptq(_) => checkpoint.gptq(module)?.dequantize_bf16(),
+        _ => checkpoint.dequantize(module)?.iter().map(|w| bf16::from_f32(w.to_f32())).collect(),
+    };
+    writer.write(&name, bytemuck::cast_slice(&transpose(&weights, k, n)))?;
+    Ok(Exactness::Rounded)
 }
 
 /// Rows and columns exchanged, in square tiles that fit the cache.

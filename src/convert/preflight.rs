@@ -4,7 +4,7 @@ use super::Error;
 use super::module::{floats, not_finite};
 use crate::arch::EMBEDDING;
 use crate::checkpoint::{Checkpoint, Layout, TensorView};
-use crate::plan::{BiasDecision, Plan};
+use crate::plan::{BiasDecision, Decision, DenseType, Plan, PlannedModule};
 use crate::progress::Observer;
 use crate::quantize::to_half;
 use crate::warning::{Warning, WarningCode};
@@ -19,8 +19,9 @@ pub(super) fn check(
     plan: &Plan,
     observer: &dyn Observer,
 ) -> Result<Vec<Warning>, crate::Error> {
-    let mut halves: Vec<String> = plan.dense_tensors.iter().map(|t| t.name.clone()).collect();
-    for module in &plan.modules {
+    let mut halves: Vec<String> =
+        plan.dense_tensors.iter().filter(|t| t.dtype == Dtype::F16).map(|t| t.source.clone()).collect();
+    for module in plan.modules.iter().filter(|module| becomes_half(module)) {
         halves.push(format!("{}.weight", module.source));
         if module.bias == BiasDecision::Kept {
             halves.push(format!("{}.bias", module.source));
@@ -31,13 +32,18 @@ pub(super) fn check(
     let views: Vec<TensorView<'_>> = halves.iter().filter_map(|name| checkpoint.tensor(name)).collect();
     let warnings: Vec<Option<Warning>> =
         views.par_iter().map(|&tensor| rounding(tensor)).collect::<Result<_, _>>()?;
-    for module in &plan.modules {
+    for module in plan.modules.iter().filter(|module| becomes_half(module)) {
         if observer.cancelled() {
             return Err(crate::Error::Cancelled);
         }
         check_weights(checkpoint, &module.source)?;
     }
     Ok(warnings.into_iter().flatten().collect())
+}
+
+/// Whether a module's weights or scales go through fp16.
+fn becomes_half(module: &PlannedModule) -> bool {
+    matches!(module.decision, Decision::Exl2(_) | Decision::Dense(DenseType::Fp16))
 }
 
 fn rounding(tensor: TensorView<'_>) -> Result<Option<Warning>, crate::Error> {

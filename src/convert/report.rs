@@ -1,12 +1,11 @@
 //! `report.json`: what was converted, how exactly, and from what.
 
-use crate::checkpoint::{Checkpoint, Layout, Module};
+use crate::checkpoint::{Checkpoint, Layout};
 use crate::output::{ShardFile, SideFiles};
 use crate::plan::{
     BiasDecision, Decision, ModuleOption, Objective, Plan, PlannedModule, Price, Target, Totals,
 };
 use crate::warning::Warning;
-use requant_formats::exl2::Bits;
 use serde::Serialize;
 
 /// Version of the schema; raised when a field changes its meaning or goes.
@@ -52,7 +51,7 @@ pub struct SourceFacts {
 }
 
 /// What a conversion did to a tensor, from best to worst.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Exactness {
     /// The same bytes.
@@ -80,12 +79,14 @@ pub struct ReportModule {
     pub stored_out_features: usize,
     /// Layout in the source, in words: `gptq 4-bit g32 act-order v1`.
     pub layout_before: String,
-    /// Layout in the output: `exl2` or `dense`.
-    pub layout_after: &'static str,
-    /// Rows of a group, if it is EXL2.
+    /// Layout in the output, in the same words.
+    pub layout_after: String,
+    /// What the plan decided.
+    pub decision: Decision,
+    /// Rows of a group, if it was laid out anew.
     pub group_size: Option<usize>,
     /// Rows of each width, the widest first.
-    pub widths: Vec<(Bits, usize)>,
+    pub widths: Vec<(u32, usize)>,
     /// Groups that hold parts of several source groups.
     pub straddling_groups: usize,
     /// Bits of its tensors, the bias included.
@@ -96,6 +97,9 @@ pub struct ReportModule {
     pub exactness: Exactness,
     /// Frobenius norm of the difference over that of the weight, of the bytes as written.
     pub relative_error: f64,
+    /// The order of its rows, where they were sorted: entry j is the row of the source at place j. The columns
+    /// of the modules that feed it stand in the same order.
+    pub row_order: Option<Vec<u32>>,
     /// What happened to the bias.
     pub bias: BiasDecision,
     /// What the layout was chosen from: each width for all of the module, at each group size.
@@ -119,25 +123,44 @@ pub struct TensorOrigin {
 
 impl ReportModule {
     pub(super) fn new(
+        checkpoint: &Checkpoint,
         planned: &PlannedModule,
-        module: Option<&Module>,
         relative_error: f64,
         exactness: Exactness,
+        row_order: Option<Vec<u32>>,
     ) -> Self {
-        let (group_size, widths, straddling_groups, stored_bits) = match &planned.decision {
-            Decision::Dense => (None, Vec::new(), 0, 16 * planned.weights() + planned.bias_bits()),
+        let before = checkpoint.module(&planned.source).map(|module| module.layout());
+        let (group_size, widths, straddling_groups) = match &planned.decision {
+            Decision::Kept | Decision::Dense(_) => (None, Vec::new(), 0),
+            Decision::Gptq(d) => (Some(d.group_size), vec![(d.bits.get(), planned.in_features)], 0),
             Decision::Exl2(d) => {
-                (Some(d.group_size), d.widths(planned.in_features), d.straddling_groups, d.stored_bits)
+                let widths = d.widths(planned.in_features).into_iter().map(|(b, rows)| (b.get(), rows));
+                (Some(d.group_size), widths.collect(), d.straddling_groups)
             }
         };
+        let layout_before = before.map_or_else(|| "dense (tied embedding)".into(), describe);
+        let layout_after = match &planned.decision {
+            Decision::Kept => layout_before.clone(),
+            Decision::Dense(dtype) => format!("dense {:?}", dtype.dtype()).to_lowercase(),
+            Decision::Exl2(_) => {
+                let widths: Vec<String> = widths.iter().map(|(bits, _)| bits.to_string()).collect();
+                format!("exl2 {}-bit", widths.join("/"))
+            }
+            Decision::Gptq(d) => {
+                let order = if d.act_order { " act-order" } else { "" };
+                format!("gptq {}-bit g{}{order}", d.bits.get(), d.group_size)
+            }
+        };
+        let stored_bits = planned.stored_bits(checkpoint);
         Self {
             name: planned.name.clone(),
             source: planned.source.clone(),
             in_features: planned.in_features,
             out_features: planned.out_features,
             stored_out_features: planned.stored_out_features(),
-            layout_before: module.map_or_else(|| "dense (tied embedding)".into(), |m| describe(m.layout())),
-            layout_after: if group_size.is_some() { "exl2" } else { "dense" },
+            layout_before,
+            layout_after,
+            decision: planned.decision.clone(),
             group_size,
             widths,
             straddling_groups,
@@ -145,6 +168,7 @@ impl ReportModule {
             bpw: stored_bits as f64 / planned.weights().max(1) as f64,
             exactness,
             relative_error,
+            row_order,
             bias: planned.bias,
             options: planned.options.clone(),
             step_up: planned.step_up.clone(),

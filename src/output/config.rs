@@ -66,6 +66,25 @@ pub fn exl2_config(source: &Map<String, Value>, facts: &Exl2Facts) -> Config {
     Config { json, notes }
 }
 
+/// The source's `config.json` with another `quantization_config`.
+pub fn gptq_config(source: &Map<String, Value>, quantization: Map<String, Value>) -> Config {
+    let mut json = source.clone();
+    json.insert("quantization_config".to_owned(), Value::Object(quantization));
+    Config { json, notes: Vec::new() }
+}
+
+/// The source's `config.json` without a quantization, for weights of type `dtype`.
+pub fn dense_config(source: &Map<String, Value>, dtype: &str) -> Config {
+    let mut json = source.clone();
+    json.shift_remove("quantization_config");
+    for key in ["dtype", "torch_dtype"] {
+        if let Some(value) = json.get_mut(key) {
+            *value = dtype.into();
+        }
+    }
+    Config { json, notes: Vec::new() }
+}
+
 /// The text of a `config.json`: indented by two, as transformers writes it, with a final newline.
 pub fn config_json(json: &Map<String, Value>) -> String {
     // The alternate form of a `Value` is the pretty one.

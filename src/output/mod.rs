@@ -18,7 +18,9 @@ mod shard_writer;
 mod side_files;
 mod staging;
 
-pub use config::{Config, ConfigNote, EXLLAMAV2_VERSION, Exl2Facts, config_json, exl2_config};
+pub use config::{
+    Config, ConfigNote, EXLLAMAV2_VERSION, Exl2Facts, config_json, dense_config, exl2_config, gptq_config,
+};
 pub use error::{Action, Error};
 pub use shard_plan::{PlannedShard, ShardPlan, TensorSpec};
 pub use shard_writer::{INDEX_FILE, ShardFile, ShardWriter};

@@ -1,6 +1,8 @@
 //! Why no plan can be made.
 
+use super::readers::Objection;
 use crate::{Diagnose, Kind};
+use requant_formats::gptq::ZeroConvention;
 
 /// Why no plan can be made.
 #[derive(Debug, thiserror::Error)]
@@ -81,6 +83,75 @@ pub enum Error {
         /// The pattern.
         pattern: String,
     },
+    /// Nothing is quantized, so that there is nothing to lay out anew.
+    #[error("no module is quantized")]
+    NothingQuantized,
+    /// A module's groups can't be split into the size asked for.
+    #[error("groups of {found} rows can't be split into equal groups of {asked}")]
+    GroupSplit {
+        /// Name in the source.
+        module: String,
+        /// Rows of a group.
+        found: usize,
+        /// The size asked for.
+        asked: usize,
+    },
+    /// A width that doesn't hold the module's codes.
+    #[error("the module needs {needed} bits to stay exact, {asked} were asked for")]
+    TooNarrow {
+        /// Name in the source.
+        module: String,
+        /// The width needed.
+        needed: u32,
+        /// The width asked for.
+        asked: u32,
+    },
+    /// An asymmetric 8-bit module has no wider width to be re-centred in.
+    #[error("the module is asymmetric at 8 bits, which can't be re-centred exactly")]
+    CannotRecentre {
+        /// Name in the source.
+        module: String,
+    },
+    /// Zero points that the convention doesn't have.
+    #[error("{count} zero points of {zero} can't be stored as {convention}")]
+    ZeroNotStorable {
+        /// Name in the source.
+        module: String,
+        /// The convention.
+        convention: ZeroConvention,
+        /// The zero point.
+        zero: u16,
+        /// How often it occurs.
+        count: usize,
+    },
+    /// A scale overflows fp16.
+    #[error("a scale is {value}, which fp16 can't hold")]
+    ScaleOverflow {
+        /// Name in the source.
+        module: String,
+        /// Its value.
+        value: f32,
+    },
+    /// Scales that fp16 doesn't have.
+    #[error("{count} {dtype} scales aren't representable in fp16")]
+    ScaleRounded {
+        /// Name in the source.
+        module: String,
+        /// How many.
+        count: u64,
+        /// Their type.
+        dtype: String,
+    },
+    /// The program that is to read the output wouldn't.
+    #[error("{reader} can't read the module: {objection}")]
+    ReaderRefuses {
+        /// Name in the source.
+        module: String,
+        /// The reader.
+        reader: &'static str,
+        /// Why.
+        objection: Objection,
+    },
     /// A fixed width is below the floor.
     #[error("--set gives the module {set} bits, but --min asks for at least {min}")]
     RulesDisagree {
@@ -109,6 +180,14 @@ impl Diagnose for Error {
             Self::Pattern { .. } => "plan.pattern",
             Self::UnusedRule { .. } => "plan.unused_rule",
             Self::RulesDisagree { .. } => "plan.rules_disagree",
+            Self::NothingQuantized => "plan.nothing_quantized",
+            Self::GroupSplit { .. } => "plan.group_split",
+            Self::TooNarrow { .. } => "plan.too_narrow",
+            Self::CannotRecentre { .. } => "plan.cannot_recentre",
+            Self::ZeroNotStorable { .. } => "plan.zero_not_storable",
+            Self::ScaleOverflow { .. } => "plan.scale_overflow",
+            Self::ScaleRounded { .. } => "plan.scale_rounded",
+            Self::ReaderRefuses { .. } => "plan.reader_refuses",
         }
     }
 
@@ -129,7 +208,14 @@ impl Diagnose for Error {
             | Self::DenseMember { module }
             | Self::UnexpectedBias { module, .. }
             | Self::MissingBias { module }
-            | Self::RulesDisagree { module, .. } => Some(module),
+            | Self::RulesDisagree { module, .. }
+            | Self::GroupSplit { module, .. }
+            | Self::TooNarrow { module, .. }
+            | Self::CannotRecentre { module }
+            | Self::ZeroNotStorable { module, .. }
+            | Self::ScaleOverflow { module, .. }
+            | Self::ScaleRounded { module, .. }
+            | Self::ReaderRefuses { module, .. } => Some(module),
             _ => None,
         }
     }
@@ -159,6 +245,17 @@ impl Diagnose for Error {
             Self::HeadSize { .. } => "leave --head-bits out: the head then stays fp16".into(),
             Self::GroupSize { .. } => "32, 64 and 128 are usual".into(),
             Self::UnusedRule { .. } => "`requant inspect` lists the modules' names".into(),
+            Self::NothingQuantized => "the source is dense: --to exl2 quantizes it".into(),
+            Self::GroupSplit { .. } => "choose a divisor of the source's group size".into(),
+            Self::TooNarrow { needed, .. } => format!("--bits {needed} is exact; a narrower width needs quantizing anew"),
+            Self::CannotRecentre { .. } => "--zeros v2 keeps it asymmetric".into(),
+            Self::ZeroNotStorable { convention: ZeroConvention::V1, .. } => {
+                "readers disagree on what v1 stores for 0: use --zeros v2, or --sym to re-centre exactly".into()
+            }
+            Self::ZeroNotStorable { .. } => "use --zeros v1, or --sym to re-centre exactly".into(),
+            Self::ScaleOverflow { .. } => "leave --for out: scales then keep their type".into(),
+            Self::ScaleRounded { .. } => "--allow-rounding rounds and reports them; without --for they keep their type".into(),
+            Self::ReaderRefuses { objection, .. } => objection.hint().into(),
             Self::HeadBias | Self::Pattern { .. } | Self::RulesDisagree { .. } => return None,
         })
     }

@@ -1,6 +1,6 @@
 //! What becomes of the output head. It is outside bpw.
 
-use super::{BiasDecision, Decision, Error, Exl2Decision, PlanOptions, PlannedModule, Target};
+use super::{BiasDecision, Decision, DenseType, Error, Exl2Decision, PlanOptions, PlannedModule, Target};
 use crate::arch::{Dims, EMBEDDING, HEAD};
 use crate::checkpoint::{Bias, Checkpoint, Layout};
 use crate::quantize::RowOrder;
@@ -34,12 +34,12 @@ pub(super) fn plan(
     };
     let (k, n) = (dims.hidden, dims.vocab);
     let decision = match options.head_bits {
-        None => Decision::Dense,
+        None => Decision::Dense(DenseType::Fp16),
         Some(_) if k % ROW_UNIT != 0 => return Err(Error::HeadSize { hidden: k }),
         Some(bits) => {
             let group_size = match options.target {
                 Target::Uniform { group_size, .. } => group_size,
-                Target::Bpw(_) => GROUP_SIZE,
+                _ => GROUP_SIZE,
             };
             let starts = (0..k).step_by(group_size);
             let groups: Vec<Group> = starts.map(|at| Group { bits, rows: group_size.min(k - at) }).collect();
@@ -55,7 +55,7 @@ pub(super) fn plan(
             })
         }
     };
-    if decision == Decision::Dense
+    if matches!(decision, Decision::Dense(_))
         && let Some(Layout::Gptq(_)) = own.map(|m| m.layout())
     {
         warnings.push(Warning {

@@ -8,41 +8,79 @@ mod choose;
 mod error;
 mod head;
 mod options;
+pub mod readers;
+mod relayout;
 mod rules;
 mod sets;
 pub mod solve;
+mod tensors;
 #[cfg(test)]
 mod tests;
 mod totals;
 
 pub use error::Error;
 pub use options::{GROUP_SIZES, ModuleOption, Price};
+pub use relayout::{GptqDecision, GptqOptions, Order};
 pub use rules::WidthRule;
 pub use sets::{BiasDecision, DenseMembers};
+pub(crate) use tensors::{dense_spec, specs};
 pub use totals::{Objective, Totals};
 
-use crate::arch::{DenseTensor, HEAD};
+use crate::arch::HEAD;
 use crate::checkpoint::Checkpoint;
 use crate::progress::Observer;
 use crate::quantize::RowOrder;
 use crate::warning::{Warning, WarningCode};
 use options::{Job, Outcome};
 use requant_formats::exl2::{Bits, ROW_UNIT};
-use serde::Serialize;
+use safetensors::Dtype;
+use serde::{Serialize, Serializer};
 
-/// What is wanted of the decoder's linears.
+/// What is wanted.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Target {
-    /// At most this many stored bits a weight, widths chosen by measured error.
+    /// EXL2 with at most this many stored bits a weight, widths chosen by measured error.
     Bpw(f64),
-    /// One width and one group size for all.
+    /// EXL2 with one width and one group size for all.
     Uniform {
         /// Width of every code.
         bits: Bits,
         /// Rows of a group, a multiple of 32.
         group_size: usize,
     },
+    /// GPTQ, exactly.
+    Gptq,
+    /// Every linear decoded.
+    Dense(DenseType),
+    /// The same tensors in new files.
+    Same,
+}
+
+impl Target {
+    /// Whether the output is for exllamav2.
+    pub const fn is_exl2(&self) -> bool {
+        matches!(self, Self::Bpw(_) | Self::Uniform { .. })
+    }
+}
+
+/// Type of dense weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[allow(missing_docs)]
+pub enum DenseType {
+    Fp16,
+    Bf16,
+}
+
+impl DenseType {
+    /// As safetensors names it.
+    pub const fn dtype(self) -> Dtype {
+        match self {
+            Self::Fp16 => Dtype::F16,
+            Self::Bf16 => Dtype::BF16,
+        }
+    }
 }
 
 /// What a plan is made for.
@@ -81,11 +119,24 @@ pub struct Plan {
     pub objective: Option<Objective>,
     /// What is odd, and what it changes.
     pub warnings: Vec<Warning>,
-    /// Embedding, norms and routers, stored as fp16.
+    /// The tensors that belong to no linear.
     #[serde(skip)]
-    pub dense_tensors: Vec<DenseTensor>,
+    pub dense_tensors: Vec<PlannedTensor>,
     /// Whether the output's head has a tensor of its own although the source's is tied.
     pub untied: bool,
+}
+
+/// What becomes of a tensor that belongs to no linear.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PlannedTensor {
+    /// Name in the output.
+    pub name: String,
+    /// Name in the source.
+    pub source: String,
+    /// Type in the output.
+    pub dtype: Dtype,
+    /// Its shape.
+    pub shape: Vec<usize>,
 }
 
 /// What becomes of one linear.
@@ -115,10 +166,14 @@ pub struct PlannedModule {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "layout")]
 pub enum Decision {
-    /// fp16 `.weight`, `[out_features, in_features]`.
-    Dense,
+    /// The same tensors, byte for byte.
+    Kept,
+    /// `.weight`, `[out_features, in_features]`.
+    Dense(DenseType),
     /// The five tensors of EXL2.
     Exl2(Exl2Decision),
+    /// The four tensors of GPTQ, with the same weights.
+    Gptq(GptqDecision),
 }
 
 /// An EXL2 layout, decided.
@@ -150,8 +205,8 @@ impl PlannedModule {
     /// n as stored: padded to a multiple of 32 where the weight is EXL2.
     pub fn stored_out_features(&self) -> usize {
         match self.decision {
-            Decision::Dense => self.out_features,
             Decision::Exl2(_) => self.out_features.next_multiple_of(ROW_UNIT),
+            Decision::Kept | Decision::Dense(_) | Decision::Gptq(_) => self.out_features,
         }
     }
 
@@ -193,11 +248,11 @@ impl Plan {
             return Err(Error::NothingToQuantize.into());
         }
         let (outcomes, objective) = match options.target {
-            Target::Uniform { .. } => (quantized.iter().map(|job| job.only_outcome()).collect(), None),
             Target::Bpw(bpw) => {
                 let (outcomes, objective) = choose::by_error(checkpoint, &quantized, bpw, observer)?;
                 (outcomes, Some(objective))
             }
+            _ => (quantized.iter().map(|job| job.only_outcome()).collect(), None),
         };
         let mut outcomes = outcomes.into_iter();
         let mut modules: Vec<PlannedModule> = jobs
@@ -210,8 +265,10 @@ impl Plan {
         warnings.extend(modules.iter().filter_map(straddling));
         let untied = dims.tied && head.is_some();
         modules.extend(head);
-        let dense_tensors = arch.dense_tensors(dims, checkpoint.naming());
-        let totals = Totals::new(&modules, &dense_tensors);
+        let dense_tensors: Vec<PlannedTensor> = (arch.dense_tensors(dims, checkpoint.naming()).into_iter())
+            .map(|t| PlannedTensor { name: t.exl2_name, source: t.name, dtype: Dtype::F16, shape: t.shape })
+            .collect();
+        let totals = Totals::new(checkpoint, &modules, &dense_tensors);
         Ok(Self { target: options.target, modules, totals, objective, warnings, dense_tensors, untied })
     }
 }
@@ -230,4 +287,8 @@ fn straddling(module: &PlannedModule) -> Option<Warning> {
             bits.len()
         ),
     })
+}
+
+fn dtype_name<S: Serializer>(dtype: &Dtype, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(&format_args!("{dtype:?}"))
 }

@@ -2,7 +2,7 @@
 
 use super::rules;
 use super::sets::{Member, Treatment};
-use super::{BiasDecision, Decision, Error, Exl2Decision, PlanOptions, PlannedModule, Target};
+use super::{BiasDecision, Decision, DenseType, Error, Exl2Decision, PlanOptions, PlannedModule, Target};
 use crate::arch::Role;
 use crate::checkpoint::{Checkpoint, Layout};
 use crate::quantize::{RowOrder, Samples, Source, fit_group};
@@ -76,7 +76,12 @@ pub(super) struct Candidate {
 
 impl Outcome {
     pub(super) fn dense() -> Self {
-        Self { decision: Decision::Dense, options: Vec::new(), step_up: None, step_down: None }
+        Self {
+            decision: Decision::Dense(DenseType::Fp16),
+            options: Vec::new(),
+            step_up: None,
+            step_down: None,
+        }
     }
 }
 
@@ -94,13 +99,13 @@ impl<'a> Job<'a> {
             return Err(Error::RulesDisagree { module: member.linear.name.clone(), set, min });
         }
         let (mut group_sizes, asked) = match options.target {
-            Target::Bpw(_) => (aligned_group_sizes(member), Bits::ALL.to_vec()),
             Target::Uniform { bits, group_size } => {
                 if group_size == 0 || group_size % ROW_UNIT != 0 {
                     return Err(Error::GroupSize { found: group_size });
                 }
                 (vec![group_size], vec![min.map_or(bits, |min| min.max(bits))])
             }
+            _ => (aligned_group_sizes(member), Bits::ALL.to_vec()),
         };
         let mut widths = match (set, min) {
             (Some(set), _) => vec![set],

@@ -171,7 +171,9 @@ pub enum Objection {
         size: usize,
     },
     /// `g_idx`.
-    #[error("it ignores g_idx, and the module's rows are in act-order that can't be folded into another module")]
+    #[error(
+        "it ignores g_idx, and the module's rows are in act-order that can't be folded into another module"
+    )]
     ActOrder,
     /// Groups of different sizes.
     #[error("it finds a row's group by its place, and the module's groups differ in size")]

@@ -239,7 +239,7 @@ fn gptq_module(
         let (module, reader) = (module.name().into(), reader.name);
         return Err(Error::ReaderRefuses { module, reader, objection }.into());
     }
-    check_zeros(checkpoint, module, &decision)?;
+    check_zeros(checkpoint, module, &decision, options.zeros.is_some())?;
     let mut module_plan = planned(checkpoint, module, Decision::Kept, warnings);
     let unchanged = match module.layout() {
         Layout::Gptq(gptq) => stays(module, gptq, &decision, checkpoint),
@@ -325,7 +325,11 @@ fn from_gptq(module: &Module, gptq: &Gptq, options: &GptqOptions) -> Result<Gptq
 }
 
 /// A zero point of 0 can't be told in v1, one of `2^bits` not in v2.
-fn check_zeros(checkpoint: &Checkpoint, module: &Module, decision: &GptqDecision) -> Result<(), crate::Error> {
+fn check_zeros(
+    checkpoint: &Checkpoint,
+    module: &Module,
+    decision: &GptqDecision,
+) -> Result<(), crate::Error> {
     let Layout::Gptq(gptq) = module.layout() else { return Ok(()) };
     // Nothing but a change of convention or of width, or a field of only ones, can meet one.
     if decision.recentred || decision.symmetric {
@@ -336,7 +340,7 @@ fn check_zeros(checkpoint: &Checkpoint, module: &Module, decision: &GptqDecision
         ZeroConvention::V1 => 0,
         ZeroConvention::V2 => 1u16 << decision.bits.get(),
     };
-    let kept = decision.zeros == gptq.zeros.convention && decision.bits == gptq.shape.bits;
+    let kept = !asked_for && decision.zeros == gptq.zeros.convention && decision.bits == gptq.shape.bits;
     match matrix.zeros().iter().filter(|&&z| z == unstorable).count() {
         0 => Ok(()),
         // The same words again: what they mean to a reader doesn't change.

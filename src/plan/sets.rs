@@ -189,12 +189,7 @@ fn bias(
         (true, None) => Err(Error::MissingBias { module: module.name().into() }),
         (false, None) => Ok(BiasDecision::None),
         (false, Some(Bias::AllZero)) => {
-            warnings.push(Warning {
-                code: WarningCode::ZeroBiasDropped,
-                subject: module.name().into(),
-                message: "its bias is all zeros and exllamav2 expects none: left out, which changes nothing"
-                    .into(),
-            });
+            warnings.push(zero_bias_dropped(module));
             Ok(BiasDecision::DroppedZeros)
         }
         (false, Some(Bias::NonZero)) => {
@@ -206,5 +201,15 @@ fn bias(
             let way_out = flag.filter(|_| set.iter().all(|(_, m)| m.bias().is_some()));
             Err(Error::UnexpectedBias { module: module.name().into(), way_out })
         }
+    }
+}
+
+/// The warning for a bias that says nothing.
+pub(super) fn zero_bias_dropped(module: &Module) -> Warning {
+    Warning {
+        code: WarningCode::ZeroBiasDropped,
+        subject: module.name().into(),
+        message: "its bias is all zeros and its architecture expects none: left out, which changes nothing"
+            .into(),
     }
 }

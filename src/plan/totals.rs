@@ -1,19 +1,21 @@
 //! Sizes of a plan, and what its widths were chosen by.
 
-use super::{BiasDecision, Decision, PlannedModule};
-use crate::arch::DenseTensor;
+use super::tensors::specs;
+use super::{BiasDecision, Decision, PlannedModule, PlannedTensor};
+use crate::checkpoint::{Checkpoint, Layout};
+use crate::output::TensorSpec;
 use serde::Serialize;
 
 /// Sizes.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Totals {
-    /// Weights (k · n) of the decoder linears that are EXL2 in the output.
+    /// Weights (k · n) of the decoder linears that are quantized in the output.
     pub quantized_weights: u64,
     /// Bits that their tensors take, biases included.
     pub stored_bits: u64,
     /// `stored_bits / quantized_weights`.
     pub bpw: f64,
-    /// The same as exllamav2 counts it: without biases.
+    /// The same without biases, as exllamav2 counts it.
     pub exllamav2_bpw: f64,
     /// Bytes of all tensors of the output.
     pub tensor_bytes: u64,
@@ -24,27 +26,23 @@ pub struct Totals {
 }
 
 impl Totals {
-    pub(super) fn new(modules: &[PlannedModule], dense: &[DenseTensor]) -> Self {
+    pub(super) fn new(checkpoint: &Checkpoint, modules: &[PlannedModule], dense: &[PlannedTensor]) -> Self {
         let (mut quantized_weights, mut stored_bits, mut bias_bits) = (0, 0, 0);
         let (mut all_weights, mut all_bits) = (0, 0);
         for module in modules {
-            let bias = module.bias_bits();
-            let bits = match &module.decision {
-                Decision::Exl2(decision) => decision.stored_bits,
-                Decision::Dense => 16 * module.weights() + bias,
-            };
-            if matches!(module.decision, Decision::Exl2(_)) && !module.is_head() {
+            let bits = module.stored_bits(checkpoint);
+            if module.is_quantized(checkpoint) && !module.is_head() {
                 quantized_weights += module.weights();
                 stored_bits += bits;
-                bias_bits += bias;
+                bias_bits += module.bias_bits();
             }
-            all_weights += module.weights() + bias / 16;
+            all_weights += module.weights() + module.bias_bits() / 16;
             all_bits += bits;
         }
         for tensor in dense {
             let elements = tensor.shape.iter().product::<usize>() as u64;
             all_weights += elements;
-            all_bits += 16 * elements;
+            all_bits += tensor.dtype.bitsize() as u64 * elements;
         }
         let per_weight = |bits: u64, weights: u64| bits as f64 / weights.max(1) as f64;
         Self {
@@ -61,10 +59,29 @@ impl Totals {
 
 impl PlannedModule {
     /// Bits that its bias takes.
-    pub fn bias_bits(&self) -> u64 {
+    pub(super) fn bias_bits(&self) -> u64 {
         match self.bias {
             BiasDecision::Kept => 16 * self.out_features as u64,
             BiasDecision::None | BiasDecision::DroppedZeros => 0,
+        }
+    }
+
+    /// Bits that its tensors take in the output, the bias included.
+    pub fn stored_bits(&self, checkpoint: &Checkpoint) -> u64 {
+        let bits = |spec: &TensorSpec| {
+            spec.dtype.bitsize() as u64 * spec.shape.iter().map(|&size| size as u64).product::<u64>()
+        };
+        specs(checkpoint, self).iter().map(bits).sum()
+    }
+
+    /// Whether it is quantized in the output.
+    pub fn is_quantized(&self, checkpoint: &Checkpoint) -> bool {
+        match self.decision {
+            Decision::Exl2(_) | Decision::Gptq(_) => true,
+            Decision::Dense(_) => false,
+            Decision::Kept => checkpoint
+                .module(&self.source)
+                .is_some_and(|module| !matches!(module.layout(), Layout::Dense { .. })),
         }
     }
 }

@@ -1,0 +1,159 @@
+//! Exact conversions: the same weights in another GPTQ layout, proven on the bytes before they are written.
+
+use super::Error;
+use super::report::Exactness;
+use crate::checkpoint::{Checkpoint, Layout, Module};
+use crate::output::ShardWriter;
+use crate::plan::{GptqDecision, PlannedModule};
+use half::{bf16, f16};
+use requant_formats::gptq::{self, GIdx, Matrix, Shape, ZeroEncoding};
+use requant_formats::{Permutation, exl2};
+use safetensors::Dtype;
+
+/// Writes a module's four tensors. Gives the order of its rows, if they are sorted (entry j is the row of the
+/// source that stands at place j), and whether the weights are the source's to the bit.
+pub(super) fn write_gptq(
+    checkpoint: &Checkpoint,
+    planned: &PlannedModule,
+    module: &Module,
+    decision: &GptqDecision,
+    writer: &ShardWriter,
+) -> Result<(Option<Vec<u32>>, Exactness), crate::Error> {
+    let broken = |source: gptq::Error| Error::GptqMatrix { module: planned.source.clone(), source };
+    let source = matrix(checkpoint, module, decision.bits)?;
+    let columns = match &decision.columns_follow {
+        Some(down) => row_order(checkpoint, down)?,
+        None => None,
+    };
+    let mut changed = source.clone();
+    if let Some(columns) = &columns {
+        changed = changed.with_columns(columns).map_err(broken)?;
+    }
+    let mut rows = None;
+    if decision.sorted {
+        let (sorted, order) = changed.sorted().map_err(broken)?;
+        (changed, rows) = (sorted, Some(order));
+    }
+    changed = match decision.recentred {
+        true => changed.recentred(decision.bits),
+        false => changed.widened(decision.bits),
+    }
+    .map_err(broken)?;
+    if decision.group_size < changed.g_idx().group_size() {
+        changed = changed.with_group_size(decision.group_size).map_err(broken)?;
+    }
+    let shape = *changed.shape();
+    let qweight = gptq::pack_codes(&shape, changed.codes()).map_err(broken)?;
+    let qzeros = gptq::encode_zeros(&shape, changed.zeros(), decision.zeros).map_err(broken)?;
+    let g_idx: Vec<i32> = changed.g_idx().groups().iter().map(|&group| group as i32).collect();
+    let (scale_bytes, scales) = stored_scales(changed.scales(), decision.scales);
+    let written = Written { shape, qweight: &qweight, qzeros: &qzeros, g_idx: &g_idx, scales };
+    let back = read_back(decision, written).map_err(broken)?;
+    // Scales that had to be rounded change weights; the plan has warned of it.
+    let exactness = match back.scales() == changed.scales() {
+        true => Exactness::Exact,
+        false => Exactness::Rounded,
+    };
+    if exactness == Exactness::Exact {
+        compare(planned, &source, &back, rows.as_ref(), columns.as_ref())?;
+    }
+    let write = |suffix: &str, bytes: &[u8]| writer.write(&format!("{}.{suffix}", planned.name), bytes);
+    write("qweight", bytemuck::cast_slice(&qweight))?;
+    write("qzeros", bytemuck::cast_slice(&qzeros))?;
+    write("scales", &scale_bytes)?;
+    write("g_idx", bytemuck::cast_slice(&g_idx))?;
+    Ok((rows.map(|order| order.map().to_vec()), exactness))
+}
+
+/// The order that a module's columns take in the output.
+pub(super) fn column_order(
+    checkpoint: &Checkpoint,
+    decision: &GptqDecision,
+) -> Result<Option<Permutation>, crate::Error> {
+    match &decision.columns_follow {
+        Some(down) => row_order(checkpoint, down),
+        None => Ok(None),
+    }
+}
+
+/// A quantized module as a GPTQ matrix; one that is EXL2 becomes symmetric.
+fn matrix(checkpoint: &Checkpoint, module: &Module, bits: gptq::Bits) -> Result<Matrix, crate::Error> {
+    if let Layout::Exl2(_) = module.layout() {
+        let exl2: exl2::Matrix = checkpoint.exl2(module)?;
+        let from = Matrix::from_exl2(&exl2, module.out_features(), bits);
+        return Ok(from.map_err(|source| Error::GptqMatrix { module: module.name().into(), source })?);
+    }
+    Ok(checkpoint.gptq(module)?)
+}
+
+/// The rows of a module sorted by group.
+fn row_order(checkpoint: &Checkpoint, name: &str) -> Result<Option<Permutation>, crate::Error> {
+    let Some(module) = checkpoint.module(name) else { return Ok(None) };
+    Ok(Some(match module.layout() {
+        Layout::Gptq(_) => checkpoint.gptq(module)?.g_idx().sorted_rows(),
+        Layout::Exl2(_) => checkpoint.exl2(module)?.invperm().inverse(),
+        Layout::Dense { .. } => return Ok(None),
+    }))
+}
+
+/// Scales in their stored type, as bytes and as the numbers that these hold. The plan has checked that a
+/// narrower type holds them, or that rounding is wanted.
+fn stored_scales(scales: &[f32], dtype: Dtype) -> (Vec<u8>, Vec<f32>) {
+    match dtype {
+        Dtype::F32 => (bytemuck::cast_slice(scales).to_vec(), scales.to_vec()),
+        Dtype::BF16 => {
+            let stored: Vec<bf16> = scales.iter().map(|&s| bf16::from_f32(s)).collect();
+            (bytemuck::cast_slice(&stored).to_vec(), stored.iter().map(|s| s.to_f32()).collect())
+        }
+        _ => {
+            let stored: Vec<f16> = scales.iter().map(|&s| f16::from_f32(s)).collect();
+            (bytemuck::cast_slice(&stored).to_vec(), stored.iter().map(|s| s.to_f32()).collect())
+        }
+    }
+}
+
+struct Written<'a> {
+    shape: Shape,
+    qweight: &'a [u32],
+    qzeros: &'a [u32],
+    g_idx: &'a [i32],
+    scales: Vec<f32>,
+}
+
+/// Unpacks what is about to be written, as a reader without requant's rules for odd files would.
+fn read_back(decision: &GptqDecision, written: Written<'_>) -> Result<Matrix, gptq::Error> {
+    let shape = written.shape;
+    let encoding = match decision.zeros {
+        gptq::ZeroConvention::V1 => ZeroEncoding::V1PlusOne,
+        gptq::ZeroConvention::V2 => ZeroEncoding::V2,
+    };
+    let index: Vec<i64> = written.g_idx.iter().map(|&group| i64::from(group)).collect();
+    let codes = gptq::unpack_codes(&shape, written.qweight)?;
+    let zeros = gptq::decode_zeros(&shape, written.qzeros, encoding)?;
+    let g_idx = GIdx::new(Some(&index), shape.in_features, shape.groups, Some(decision.group_size))?;
+    Matrix::new(shape, codes, zeros, written.scales, g_idx)
+}
+
+/// Compares every weight, the order of rows and columns undone.
+fn compare(
+    planned: &PlannedModule,
+    source: &Matrix,
+    written: &Matrix,
+    rows: Option<&Permutation>,
+    columns: Option<&Permutation>,
+) -> Result<(), Error> {
+    let n = source.shape().out_features;
+    let (wanted, found) = (source.dequantize(), written.dequantize());
+    for (place, found) in found.chunks_exact(n).enumerate() {
+        let row = rows.map_or(place, |order| order.map()[place] as usize);
+        let wanted = &wanted[row * n..][..n];
+        let differs = |column: usize| {
+            let from = columns.map_or(column, |order| order.map()[column] as usize);
+            found[column].to_bits() != wanted[from].to_bits()
+        };
+        if let Some(column) = (0..n).find(|&column| differs(column)) {
+            return Err(Error::NotExact { module: planned.source.clone(), row, column });
+        }
+    }
+    Ok(())
+}
