@@ -329,6 +329,7 @@ fn check_zeros(
     checkpoint: &Checkpoint,
     module: &Module,
     decision: &GptqDecision,
+    asked_for: bool,
 ) -> Result<(), crate::Error> {
     let Layout::Gptq(gptq) = module.layout() else { return Ok(()) };
     // Nothing but a change of convention or of width, or a field of only ones, can meet one.
