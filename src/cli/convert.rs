@@ -120,11 +120,20 @@ enum Members {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Ones {
+pub(super) enum Ones {
     /// Zero point 0: what the quantizer meant.
     Wrap,
     /// Zero point 2^bits: what most kernels compute.
     PlusOne,
+}
+
+impl From<Ones> for AllOnes {
+    fn from(ones: Ones) -> Self {
+        match ones {
+            Ones::Wrap => Self::Wrap,
+            Ones::PlusOne => Self::PlusOne,
+        }
+    }
 }
 
 impl Arguments {
@@ -137,10 +146,7 @@ impl Arguments {
             let message = format!("{} exists", out.display());
             return Err(Failure::usage(message, "choose another --out, or remove it"));
         }
-        let all_ones = self.all_ones.map(|ones| match ones {
-            Ones::Wrap => AllOnes::Wrap,
-            Ones::PlusOne => AllOnes::PlusOne,
-        });
+        let all_ones = self.all_ones.map(AllOnes::from);
         let checkpoint = Checkpoint::open(&self.source, &OpenOptions { all_ones, ..OpenOptions::default() })?;
         let progress = Progress::new(self.progress);
         let plan = self.plan(&checkpoint, &progress);

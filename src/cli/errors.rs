@@ -42,6 +42,16 @@ impl Failure {
         Self { code, kind, file: None, tensor: None, message, hint }
     }
 
+    /// A verification that found faults, which are printed already.
+    pub(super) fn found(dir: &std::path::Path, faults: usize) -> Self {
+        let (code, kind, file) = ("verify.failed", Kind::Input, Some(dir.display().to_string()));
+        let message = match faults {
+            1 => "verification found a fault".into(),
+            faults => format!("verification found {faults} faults"),
+        };
+        Self { code, kind, file, tensor: None, message, hint: None }
+    }
+
     /// Prints the error on stderr and gives the exit code.
     pub(super) fn report(&self, json: bool) -> ExitCode {
         print::stderr(&if json { self.json() } else { self.text() });

@@ -8,6 +8,7 @@ mod errors;
 mod inspect;
 mod print;
 mod progress;
+mod verify;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use errors::Failure;
@@ -31,6 +32,7 @@ struct Arguments {
 enum Command {
     Inspect(inspect::Arguments),
     Convert(Box<convert::Arguments>),
+    Verify(verify::Arguments),
     /// Print a completion script for a shell.
     Completions {
         /// The shell.
@@ -62,6 +64,7 @@ fn execute(arguments: &Arguments) -> Result<(), Failure> {
     match &arguments.command {
         Command::Inspect(inspect) => pool.install(|| inspect.run(arguments.json)),
         Command::Convert(convert) => pool.install(|| convert.run(arguments.json)),
+        Command::Verify(verify) => pool.install(|| verify.run(arguments.json)),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(*shell, &mut Arguments::command(), "requant", &mut script);

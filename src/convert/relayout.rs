@@ -89,11 +89,11 @@ fn matrix(checkpoint: &Checkpoint, module: &Module, bits: gptq::Bits) -> Result<
 /// The rows of a module sorted by group.
 fn row_order(checkpoint: &Checkpoint, name: &str) -> Result<Option<Permutation>, crate::Error> {
     let Some(module) = checkpoint.module(name) else { return Ok(None) };
-    Ok(Some(match module.layout() {
-        Layout::Gptq(_) => checkpoint.gptq(module)?.g_idx().sorted_rows(),
-        Layout::Exl2(_) => checkpoint.exl2(module)?.invperm().inverse(),
-        Layout::Dense { .. } => return Ok(None),
-    }))
+    match module.layout() {
+        Layout::Dense { .. } => Ok(None),
+        // Of an EXL2 module not its packed order: rows are sorted by the groups of the GPTQ matrix, stably.
+        _ => Ok(Some(matrix(checkpoint, module, gptq::Bits::ALL[3])?.g_idx().sorted_rows())),
+    }
 }
 
 /// Scales in their stored type, as bytes and as the numbers that these hold. The plan has checked that a

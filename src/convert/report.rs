@@ -6,7 +6,7 @@ use crate::plan::{
     BiasDecision, Decision, ModuleOption, Objective, Plan, PlannedModule, Price, Target, Totals,
 };
 use crate::warning::Warning;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Version of the schema; raised when a field changes its meaning or goes.
 pub const SCHEMA: u32 = 1;
@@ -51,7 +51,7 @@ pub struct SourceFacts {
 }
 
 /// What a conversion did to a tensor, from best to worst.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Exactness {
     /// The same bytes.
@@ -111,7 +111,7 @@ pub struct ReportModule {
 }
 
 /// Where a tensor of the output comes from.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct TensorOrigin {
     /// Name in the output.
     pub name: String,
