@@ -13,6 +13,9 @@ use safetensors::Dtype;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
+/// What exllamav2 takes where config.json has none at top level.
+const DEFAULT_ROPE_THETA: f64 = 10_000.0;
+
 /// Checks a directory that holds EXL2 modules.
 pub(super) fn check(checkpoint: &Checkpoint, weights: &[String]) -> Check {
     let mut checker = Checker { checkpoint, check: Check::new(CheckKind::Exllamav2) };
@@ -217,7 +220,10 @@ impl Checker<'_> {
         if let Some(theta) = parameters.get("rope_theta").filter(|theta| !theta.is_null()) {
             match config.get("rope_theta") {
                 Some(top) if same_number(top, theta) => {}
-                None => self.config_fault("rope_theta stands in rope_parameters only: exllamav2 takes 10000"),
+                None if theta.as_f64() == Some(DEFAULT_ROPE_THETA) => {}
+                None => self.config_fault(format!(
+                    "rope_theta {theta} stands in rope_parameters only: exllamav2 takes {DEFAULT_ROPE_THETA}"
+                )),
                 Some(top) => self.config_fault(format!(
                     "rope_theta is {top}, but {theta} in rope_parameters: exllamav2 reads the first"
                 )),
