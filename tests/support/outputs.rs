@@ -1,4 +1,5 @@
 //! Converts in process, and damages what came out.
+#![allow(dead_code)] // Each test binary uses its own part.
 
 use super::support::writer::{Tensor, Tensors, safetensors};
 use requant::checkpoint::{Checkpoint, OpenOptions};
