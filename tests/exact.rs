@@ -122,7 +122,13 @@ fn assert_config(out: &Output, what: &str) {
         let stated = |key: &str| rule.and_then(|rule| rule.get(key)).unwrap_or(&quantization[key]).clone();
         assert_eq!(stated("bits"), gptq.shape.bits.get(), "{what}: {name}");
         assert_eq!(stated("sym"), gptq.zeros.symmetric, "{what}: {name}");
-        let size = if gptq.shape.groups == 1 { -1 } else { gptq.group_size as i64 };
+        // Readers expect as many rows of scales as the stated size gives, even where groups differ.
+        let (k, groups) = (module.in_features(), gptq.shape.groups);
+        let size = match gptq.equal_groups {
+            _ if groups == 1 => -1,
+            true => gptq.group_size as i64,
+            false => (k / groups) as i64,
+        };
         assert_eq!(stated("group_size"), size, "{what}: {name}");
     }
 }
@@ -424,7 +430,7 @@ fn folding_moves_biases() {
 
 #[test]
 fn what_cant_be_folded_is_said_and_left() {
-    let unequal = with_mlp_bias([40, 32, 24]);
+    let unequal = with_mlp_bias([80, 8, 8]);
     let mut dense_gate = with_mlp_bias([32, 32, 32]);
     dense_gate.tensors.retain(|name, _| !name.contains("gate_proj.") || name.ends_with("bias"));
     let weights: Vec<f32> = (0..INTERMEDIATE * HIDDEN).map(|i| (i % 17) as f32 / 16.0 - 0.5).collect();
@@ -443,6 +449,7 @@ fn what_cant_be_folded_is_said_and_left() {
         let Layout::Gptq(down) = to.module(DOWN).unwrap().layout() else { panic!() };
         assert_eq!(down.g_idx, GIdxKind::ActOrder);
         assert_same_weights(&from, &out, &|_| None, reason);
+        assert_config(&out, reason);
         assert_same_mlp(&from, &to, "model.layers.0.mlp");
     }
 }

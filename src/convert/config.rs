@@ -70,11 +70,12 @@ fn state(checkpoint: &Checkpoint, planned: &PlannedModule) -> Option<(Stated, bo
         Some((Stated { bits, group_size, symmetric }, act_order, zeros))
     };
     match &planned.decision {
-        Decision::Gptq(d) => of(d.bits.get(), d.group_size, d.symmetric, d.act_order, d.zeros),
+        Decision::Gptq(d) => of(d.bits.get(), d.stated_group_size(k), d.symmetric, d.act_order, d.zeros),
         Decision::Kept => match checkpoint.module(&planned.source)?.layout() {
             Layout::Gptq(g) => {
                 let act_order = g.g_idx == GIdxKind::ActOrder;
-                of(g.shape.bits.get(), g.group_size, g.zeros.symmetric, act_order, g.zeros.convention)
+                let size = if g.equal_groups { g.group_size } else { k.div_ceil(g.shape.groups) };
+                of(g.shape.bits.get(), size, g.zeros.symmetric, act_order, g.zeros.convention)
             }
             _ => None,
         },

@@ -125,18 +125,19 @@ impl Reader {
 
     /// Why it wouldn't read a module so stored, if so; and what would help.
     pub(super) fn objection(&self, module: &GptqDecision, k: usize, n: usize) -> Option<Objection> {
-        let one_group = module.group_size >= k;
+        let size = module.stated_group_size(k);
+        let one_group = size >= k;
         let size_fits = match self.group_sizes {
-            GroupSizes::Listed(sizes) => sizes.contains(&module.group_size),
-            GroupSizes::PowersOfTwo => module.group_size.is_power_of_two() && module.group_size >= 32,
-            GroupSizes::MultiplesOf32 => module.group_size.is_multiple_of(32),
+            GroupSizes::Listed(sizes) => sizes.contains(&size),
+            GroupSizes::PowersOfTwo => size.is_power_of_two() && size >= 32,
+            GroupSizes::MultiplesOf32 => size.is_multiple_of(32),
         };
         if !self.bits.contains(&module.bits.get()) {
             Some(Objection::Bits { bits: module.bits.get() })
         } else if self.symmetric_only && !module.symmetric {
             Some(Objection::Asymmetric)
         } else if !one_group && !size_fits {
-            Some(Objection::GroupSize { size: module.group_size })
+            Some(Objection::GroupSize { size })
         } else if module.act_order && !self.act_order {
             Some(Objection::ActOrder)
         } else if self.equal_groups && !module.equal_groups {

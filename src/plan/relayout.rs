@@ -70,6 +70,14 @@ pub struct GptqDecision {
     pub stored_bits: u64,
 }
 
+impl GptqDecision {
+    /// Rows of a group as a configuration states them, of a module with `in_features` rows: where groups differ
+    /// in size, the number that makes readers expect as many rows of scales as there are.
+    pub(crate) fn stated_group_size(&self, in_features: usize) -> usize {
+        if self.equal_groups { self.group_size } else { in_features.div_ceil(self.groups.max(1)) }
+    }
+}
+
 impl Plan {
     /// Plans an exact conversion to GPTQ.
     ///
