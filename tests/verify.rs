@@ -481,3 +481,49 @@ fn exit_codes_and_output() {
     assert_eq!(requant(&[]).0, 2);
     assert_eq!(requant(&["/nowhere"]).0, 4);
 }
+
+/// An EXL2 directory in which one module is GPTQ again, from the first directory that has its tensors.
+fn with_gptq_module(exl2: &Output, from: &Checkpoint, module: &str) {
+    for suffix in ["q_weight", "q_invperm", "q_scale", "q_scale_max", "q_groups"] {
+        let name = format!("{module}.{suffix}");
+        exl2.edit_tensors(&name, |tensors| assert!(tensors.remove(&name).is_some()));
+    }
+    exl2.edit_tensors("model.norm.weight", |tensors| {
+        for suffix in ["qweight", "qzeros", "scales", "g_idx"] {
+            let name = format!("{module}.{suffix}");
+            let view = from.tensor(&name).unwrap();
+            let dtype = if suffix == "scales" { "F16" } else { "I32" };
+            tensors.insert(name, Tensor::of(dtype, view.shape(), view.bytes()));
+        }
+    });
+    exl2.restate();
+}
+
+#[test]
+fn gptq_modules_in_an_exl2_directory() {
+    let from = source(FIXTURE);
+    let default = GptqOptions::default;
+    let v2 = gptq(&from, &zeros(ZeroConvention::V2)).unwrap();
+    let wide = gptq(&from, &GptqOptions { bits: Some(Bits::ALL[3]), ..default() }).unwrap();
+    let fine = gptq(&from, &GptqOptions { group_size: Some(16), ..default() }).unwrap();
+    // From where, which, and the tensor or module at fault.
+    let cases: [(&Path, &str, Option<String>); 5] = [
+        (Path::new(FIXTURE), Q, None),
+        (Path::new(FIXTURE), GATE, Some(GATE.into())),
+        (&v2.dir, Q, Some(format!("{Q}.qzeros"))),
+        (&wide.dir, Q, Some(Q.into())),
+        (&fine.dir, Q, Some(Q.into())),
+    ];
+    for (dir, module, fault) in cases {
+        let out = exl2(&from, 4);
+        with_gptq_module(&out, &source(dir), module);
+        let found = check(&out.dir, None);
+        assert_eq!(found.good, fault.is_none(), "{found:#?}");
+        let named: Vec<Option<&str>> = found
+            .faults()
+            .filter(|(kind, _)| *kind == CheckKind::Exllamav2)
+            .map(|(_, fault)| fault.tensor.as_deref())
+            .collect();
+        assert_eq!(named, fault.iter().map(|fault| Some(fault.as_str())).collect::<Vec<_>>(), "{found:#?}");
+    }
+}

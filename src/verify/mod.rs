@@ -168,8 +168,7 @@ pub fn verify(
     if let Some(checkpoint) = &checkpoint {
         checks.push(decode(checkpoint, observer)?);
         checks.push(config(checkpoint, claims.as_ref()));
-        let has_exl2 = checkpoint.modules().iter().any(|m| matches!(m.layout(), Layout::Exl2(_)));
-        checks.push(match has_exl2 || claims.as_ref().is_some_and(Claims::is_exl2) {
+        checks.push(match has_exl2(checkpoint) || claims.as_ref().is_some_and(Claims::is_exl2) {
             true => exllamav2::check(checkpoint, &weights),
             false => Check::skipped(CheckKind::Exllamav2, "no module is EXL2"),
         });
@@ -201,6 +200,10 @@ pub fn verify(
 
 fn skip_both(reason: &'static str) -> [Check; 2] {
     [CheckKind::Source, CheckKind::Exactness].map(|kind| Check::skipped(kind, reason))
+}
+
+fn has_exl2(checkpoint: &Checkpoint) -> bool {
+    checkpoint.modules().iter().any(|module| matches!(module.layout(), Layout::Exl2(_)))
 }
 
 /// Unpacks every module, which checks every code, scale and zero point.
@@ -236,11 +239,14 @@ fn config(checkpoint: &Checkpoint, claims: Option<&Claims>) -> Check {
         return Check::skipped(CheckKind::Config, "it is the source's, unchanged");
     }
     check.checked = 1;
+    let has_exl2 = has_exl2(checkpoint);
     // What opening tells of the weights themselves is no contradiction.
     let tolerated = |code| {
         use WarningCode as W;
         matches!(code, W::ZeroPointsWrapped | W::UnknownArchitecture | W::TiedHeadQuantized)
             || matches!(code, W::TiedHeadDiffers | W::ZerosRepeated | W::PaddingIgnored | W::ZerosSuspicious)
+            // An EXL2 configuration doesn't say; exllamav2 reads v1, and its check holds modules to that.
+            || (matches!(code, W::ZerosAssumed) && has_exl2)
             // Tells of a file that the check of files, or exllamav2's, names.
             || matches!(code, W::FileIgnored | W::AdapterIgnored)
     };
