@@ -336,8 +336,9 @@ fn a_stray_file_of_weights() {
 fn a_wrong_index() {
     let from = source(FIXTURE);
     let out = gptq(&from, &sorted()).unwrap();
-    let file = Some("model.safetensors.index.json");
-    out.edit_json(file.unwrap(), |index| {
+    let name = "model.safetensors.index.json";
+    let file = Some(name);
+    out.edit_json(name, |index| {
         let norm = &index["weight_map"]["model.norm.weight"];
         let other = index["weight_map"].as_object().unwrap().values().find(|shard| *shard != norm);
         let other = other.unwrap().clone();
@@ -348,11 +349,11 @@ fn a_wrong_index() {
     assert!(faults(&found).contains(&index), "{found:#?}");
 
     let out = gptq(&from, &sorted()).unwrap();
-    out.edit_json(file.unwrap(), |index| index["metadata"]["total_size"] = json!(5));
+    out.edit_json(name, |index| index["metadata"]["total_size"] = json!(5));
     assert_eq!(faults(&check(&out.dir, None)), [(CheckKind::Index, file, None)]);
 
     let out = gptq(&from, &sorted()).unwrap();
-    out.edit_json(file.unwrap(), |index| {
+    out.edit_json(name, |index| {
         index["weight_map"].as_object_mut().unwrap().remove("model.norm.weight").unwrap();
     });
     let found = check(&out.dir, None);
