@@ -32,13 +32,7 @@ impl Search {
         // A grid coarser than the codes is met exactly at whole multiples of a scale, up to some indices
         // above the one that just clips nothing.
         let above = match grid {
-            Some(grid) if grid < bits.get() => {
-                if bits.get() == 8 {
-                    6
-                } else {
-                    5
-                }
-            }
+            Some(grid) if grid < bits.get() => 5 + i32::from(bits.get() == 8),
             _ if bits.get() == 2 => 0,
             _ => 1,
         };
@@ -73,7 +67,7 @@ pub(super) fn steps(ceiling: f16, bits: Bits) -> Steps {
 }
 
 /// Searches a group.
-pub(super) fn search(samples: &Samples, bits: Bits, search: &Search, path: Path) -> Choice {
+pub(super) fn search(samples: &Samples<'_>, bits: Bits, search: &Search, path: Path) -> Choice {
     let range = code_range(bits);
     let wanted: Vec<Lanes> = (0..samples.panels()).map(|p| wanted_scales(samples, p, range)).collect();
     let largest = wanted.iter().flatten().fold(0.0f32, |a, &b| a.max(b));
@@ -96,7 +90,7 @@ pub(super) fn search(samples: &Samples, bits: Bits, search: &Search, path: Path)
 }
 
 /// The smallest scale of each column that clips none of its values.
-fn wanted_scales(samples: &Samples, panel: usize, range: Range) -> Lanes {
+fn wanted_scales(samples: &Samples<'_>, panel: usize, range: Range) -> Lanes {
     let mut wanted = [0.0f32; LANES];
     for values in samples.panel(panel).values {
         for lane in 0..LANES {
