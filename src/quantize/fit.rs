@@ -10,13 +10,15 @@ use requant_formats::Permutation;
 use requant_formats::exl2::{Bits, Error, Group, GroupTable, Matrix, ceiling_for};
 
 /// How a group was quantized.
-#[derive(Debug)]
+#[derive(Debug, PartialEq)]
 pub struct Fit {
     bits: Bits,
-    ceiling: f16,
-    index: Vec<u8>,
+    /// The ceiling as decoded.
+    pub(super) ceiling: f16,
+    /// Scale of each column, 0 to 15.
+    pub(super) index: Vec<u8>,
     /// Code of each sample, `[panels][values][16]`.
-    table: Vec<[u8; LANES]>,
+    pub(super) table: Vec<[u8; LANES]>,
     /// Sum of squared differences between the source's weights and the decoded ones.
     pub squared_error: f64,
 }
