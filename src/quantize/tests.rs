@@ -12,9 +12,10 @@ use requant_formats::gptq::{self, GIdx, Shape};
 /// A wide search that leaves nothing out: all indices for every ceiling.
 const EVERY_INDEX: (i32, i32) = (15, 15);
 
-/// How much larger the squared error of a group may be with the default windows than with all indices.
-/// Windows only leave out indices far from the wanted scale, which a column of few rows may like by chance.
-const WINDOW_LOSS: f64 = 1.1;
+/// How much larger the sum of squared errors over many groups may be with the default windows than with all
+/// indices. They leave out scales that a column of few rows likes by chance only, so a single group of 32 × 32
+/// was seen to lose up to a sixth.
+const WINDOW_LOSS: f64 = 1.05;
 
 /// Relative Frobenius error that no group of a grid-aligned source may exceed: about a third above that of
 /// normally distributed weights, which is `2^-bits` times a small constant.
@@ -174,8 +175,6 @@ proptest! {
         let expected = reference(&source, 0..32, bits, &all);
         let found = of(&fit_group_with(&samples, bits, &all));
         prop_assert!(found <= expected * (1.0 + 1e-4) + 1e-30, "found {found}, best {expected}");
-        let windowed = fit_group_with(&samples, bits, &Search { window: defaults.window, ..all });
-        prop_assert!(of(&windowed) <= expected * WINDOW_LOSS + 1e-30, "{} above {expected}", of(&windowed));
     }
 
     #[test]
@@ -256,6 +255,28 @@ proptest! {
             here.iter().any(|g| *g != here[0]) && elsewhere.clone().any(|place| here.contains(&of[place]))
         });
         prop_assert_eq!(cut.straddling, expected.count());
+    }
+}
+
+#[test]
+fn windows_lose_little() {
+    for width in Bits::ALL {
+        for source_bits in [Some(2), Some(3), Some(4), Some(8), None] {
+            let (mut found, mut expected) = (0.0, 0.0);
+            for seed in 0..24 {
+                let source = match source_bits {
+                    Some(b) => Source::gptq(gptq_matrix(b, 64, 32, &[0; 64], 0.01, seed), RowOrder::Grouped),
+                    None => dense(64, 32, 0.02, seed),
+                };
+                let samples = Samples::new(&source, 0..64);
+                let how = Search { refinements: 0, ..Search::for_bits(width, samples.grid()) };
+                found += fit_group_with(&samples, width, &how).squared_error;
+                expected +=
+                    fit_group_with(&samples, width, &Search { window: EVERY_INDEX, ..how }).squared_error;
+            }
+            let loss = found / expected;
+            assert!(loss <= WINDOW_LOSS, "{width:?} from {source_bits:?}: {loss}");
+        }
     }
 }
 
