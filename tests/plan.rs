@@ -17,7 +17,7 @@ fn open(dir: &Path) -> Checkpoint {
 }
 
 fn uniform(bits: u32, dense_members: DenseMembers) -> PlanOptions {
-    let bits = Bits::try_from(bits).unwrap();
+    let bits = Bits::try_from(bits).expect("a width of the format");
     PlanOptions { dense_members, ..PlanOptions::new(Target::Uniform { bits, group_size: 64 }) }
 }
 

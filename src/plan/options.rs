@@ -326,7 +326,7 @@ fn aligned_group_sizes(member: &Member<'_>) -> Vec<usize> {
     let aligned: Vec<usize> = match member.module.layout() {
         Layout::Gptq(gptq) if gptq.equal_groups => {
             let size = gptq.group_size;
-            let fits = |s: &usize| size % s == 0 || s % size == 0;
+            let fits = |s: &usize| size.is_multiple_of(*s) || s.is_multiple_of(size);
             GROUP_SIZES.into_iter().filter(fits).collect()
         }
         _ => GROUP_SIZES.to_vec(),
