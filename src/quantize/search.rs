@@ -58,12 +58,11 @@ pub(super) fn code_range(bits: Bits) -> Range {
     Range { low: -(bits.zero() as f32), high: (bits.max_code() - bits.zero()) as f32 }
 }
 
-/// The scales that a ceiling offers.
+/// The scales that a ceiling other than 0 offers.
 pub(super) fn steps(ceiling: f16, bits: Bits) -> Steps {
     let scale: [f32; 16] = std::array::from_fn(|i| {
         let scale = decode_scale(ceiling, i as u8).to_f32();
-        let usable = scale > 0.0 && scale * bits.zero() as f32 <= f16::MAX.to_f32();
-        if usable { scale } else { f32::NAN }
+        if scale * bits.zero() as f32 <= f16::MAX.to_f32() { scale } else { f32::NAN }
     });
     Steps { inverse: scale.map(|s| 1.0 / s), scale }
 }
