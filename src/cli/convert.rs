@@ -153,9 +153,7 @@ impl Arguments {
                 return print::stdout(&(serde_json::to_string_pretty(&plan).unwrap_or_default() + "\n"));
             }
             let totals = totals_line(&plan);
-            return print::stdout(
-                &(plan_table(&checkpoint, &plan) + "\n" + &totals + &print::warnings(&warnings)),
-            );
+            return print::stdout(&(plan_table(&plan) + "\n" + &totals + &print::warnings(&warnings)));
         };
         let shards = ConvertOptions { shard_size: self.shard_size };
         let report = convert(&checkpoint, &plan, out, &shards, &progress);
@@ -306,16 +304,16 @@ fn parse_size(text: &str) -> Result<u64, String> {
     }
 }
 
-fn plan_table(checkpoint: &Checkpoint, plan: &Plan) -> String {
+fn plan_table(plan: &Plan) -> String {
     let header = ["module", "in", "out", "layout", "group", "bpw", "error", "one step up", "one step down"];
     let mut rows = vec![header.map(String::from).to_vec()];
-    rows.extend(plan.modules.iter().map(|module| row(checkpoint, module)));
+    rows.extend(plan.modules.iter().map(row));
     print::table(&rows)
 }
 
-fn row(checkpoint: &Checkpoint, module: &PlannedModule) -> Vec<String> {
+fn row(module: &PlannedModule) -> Vec<String> {
     let exact = || "0".to_string();
-    let bits = module.stored_bits(checkpoint);
+    let bits = module.stored_bits;
     let (layout, group, error) = match &module.decision {
         Decision::Dense(dtype) => (format!("{:?}", dtype.dtype()).to_lowercase(), String::new(), exact()),
         Decision::Kept => ("kept".to_string(), String::new(), exact()),

@@ -32,7 +32,7 @@ use crate::progress::Observer;
 use crate::quantize::RowOrder;
 use crate::warning::{Warning, WarningCode};
 use options::{Job, Outcome};
-use requant_formats::exl2::{Bits, ROW_UNIT};
+use requant_formats::exl2::{Bits, MAX_GROUP_ROWS, ROW_UNIT};
 use safetensors::Dtype;
 use serde::{Serialize, Serializer};
 
@@ -154,6 +154,8 @@ pub struct PlannedModule {
     pub decision: Decision,
     /// What its bias becomes.
     pub bias: BiasDecision,
+    /// Bits of its tensors in the output, the bias included.
+    pub stored_bits: u64,
     /// What the decision was chosen from: each width for all of the module, at each group size.
     pub options: Vec<ModuleOption>,
     /// The next option that costs more.
@@ -236,6 +238,11 @@ impl Plan {
             let found = checkpoint.config().get("architectures").map(ToString::to_string);
             return Err(Error::Architecture { found }.into());
         };
+        if let Target::Uniform { group_size: found, .. } = options.target
+            && (found == 0 || found % ROW_UNIT != 0 || found > MAX_GROUP_ROWS)
+        {
+            return Err(Error::GroupSize { found }.into());
+        }
         checkpoint.require_decodable()?;
         let (members, mut warnings) = sets::members(checkpoint, arch, dims, options)?;
         rules::check_used(&options.set, &members)?;
@@ -252,7 +259,7 @@ impl Plan {
                 let (outcomes, objective) = choose::by_error(checkpoint, &quantized, bpw, observer)?;
                 (outcomes, Some(objective))
             }
-            _ => (quantized.iter().map(|job| job.only_outcome()).collect(), None),
+            _ => (quantized.iter().map(|job| job.only_outcome(checkpoint)).collect(), None),
         };
         let mut outcomes = outcomes.into_iter();
         let mut modules: Vec<PlannedModule> = jobs
@@ -262,6 +269,8 @@ impl Plan {
                 job.planned(outcome.unwrap_or_else(Outcome::dense))
             })
             .collect();
+        let stored_bits: Vec<u64> = modules.iter().map(|m| m.stored_bits).collect();
+        warnings.extend(sets::dense_members_quantized(&members, &stored_bits));
         warnings.extend(modules.iter().filter_map(straddling));
         let untied = dims.tied && head.is_some();
         modules.extend(head);

@@ -66,8 +66,6 @@ pub struct GptqDecision {
     /// Type of `scales`.
     #[serde(serialize_with = "super::dtype_name")]
     pub scales: Dtype,
-    /// Bits of its tensors, the bias included.
-    pub stored_bits: u64,
 }
 
 impl Plan {
@@ -118,6 +116,7 @@ impl Plan {
         let kept = |module: &Module| {
             let mut kept = planned(checkpoint, module, Decision::Kept, &mut Vec::new());
             kept.bias = if module.bias().is_some() { BiasDecision::Kept } else { BiasDecision::None };
+            kept.stored_bits = kept.count_bits(checkpoint);
             kept
         };
         let modules = checkpoint.modules().iter().map(kept).collect();
@@ -165,23 +164,25 @@ fn planned(
     let bias = match module.bias() {
         None => BiasDecision::None,
         Some(Bias::AllZero) if !expected && decision != Decision::Kept => {
-            warnings.push(super::sets::zero_bias_dropped(module));
+            warnings.push(super::sets::zero_bias_dropped(module.name()));
             BiasDecision::DroppedZeros
         }
         Some(_) => BiasDecision::Kept,
     };
-    let _ = checkpoint;
-    PlannedModule {
+    let mut planned = PlannedModule {
         name: module.name().into(),
         source: module.name().into(),
         in_features: module.in_features(),
         out_features: module.out_features(),
         decision,
         bias,
+        stored_bits: 0,
         options: Vec::new(),
         step_up: None,
         step_down: None,
-    }
+    };
+    planned.stored_bits = planned.count_bits(checkpoint);
+    planned
 }
 
 fn gptq_module(
@@ -212,7 +213,6 @@ fn gptq_module(
                 act_order: true,
                 equal_groups: true,
                 scales: Dtype::F16,
-                stored_bits: 0,
             }
         }
     };
@@ -247,10 +247,6 @@ fn gptq_module(
     };
     if !unchanged {
         module_plan = planned(checkpoint, module, Decision::Gptq(decision), &mut Vec::new());
-        let bits = module_plan.stored_bits(checkpoint);
-        if let Decision::Gptq(decision) = &mut module_plan.decision {
-            decision.stored_bits = bits;
-        }
     }
     Ok(module_plan)
 }
@@ -320,7 +316,6 @@ fn from_gptq(module: &Module, gptq: &Gptq, options: &GptqOptions) -> Result<Gptq
         act_order: gptq.g_idx == GIdxKind::ActOrder,
         equal_groups: gptq.equal_groups,
         scales: gptq.scales,
-        stored_bits: 0,
     })
 }
 
