@@ -40,7 +40,7 @@ fn a_dense_member_gets_the_widest_option_or_its_set_becomes_dense() {
     let dequantized = plan(&uniform(4, DenseMembers::DequantizeSet)).unwrap();
     for module in dequantized.modules.iter().filter(|m| m.name != "lm_head") {
         let in_set = module.name.starts_with("model.layers.0.self_attn.");
-        assert_eq!(module.decision == Decision::Dense, in_set, "{}", module.name);
+        assert_eq!(matches!(module.decision, Decision::Dense(_)), in_set, "{}", module.name);
     }
     let warning = dequantized.warnings.iter().find(|w| w.code == WarningCode::SetDequantized).unwrap();
     assert_eq!(warning.subject, "model.layers.0.self_attn");
