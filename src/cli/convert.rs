@@ -38,6 +38,9 @@ pub(super) struct Arguments {
     /// source's.
     #[arg(long, value_name = "N", conflicts_with = "bpw")]
     group_size: Option<usize>,
+    /// Leave modules GPTQ where that is smaller or better and exllamav2 reads them; with --bpw.
+    #[arg(long, requires = "bpw")]
+    keep_gptq: bool,
     /// Quantize the output head at this width; without it the head stays fp16.
     #[arg(long, value_name = "N", value_parser = parse_bits)]
     head_bits: Option<Bits>,
@@ -267,6 +270,7 @@ impl Arguments {
             },
             set: rules(&self.set)?,
             min: rules(&self.min)?,
+            keep_gptq: self.keep_gptq,
         })
     }
 }

@@ -1,5 +1,6 @@
 //! Measures every option and lets the solver choose under the budget.
 
+use super::keep::solve_with_kept;
 use super::options::{Candidate, Job, Outcome};
 use super::solve::{Choice, Solution, solve};
 use super::{Error, Objective};
@@ -39,8 +40,12 @@ pub(super) fn by_error(
                 open.iter().map(choice).collect()
             })
             .collect();
-        let solution = solve(&classes, budget).ok_or_else(|| infeasible(jobs, bpw, weights))?;
-        Ok((solution, open))
+        let any_kept = measured.iter().flatten().any(|candidate| candidate.kept.is_some());
+        let solution = match any_kept {
+            true => solve_with_kept(jobs, &measured, &open, budget),
+            false => solve(&classes, budget),
+        };
+        Ok((solution.ok_or_else(|| infeasible(jobs, bpw, weights))?, open))
     };
     let (mut best, mut open) = solved(false)?;
     let (one_width, one_width_open) = solved(true)?;

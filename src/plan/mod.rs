@@ -7,6 +7,7 @@
 mod choose;
 mod error;
 mod head;
+mod keep;
 mod options;
 pub mod readers;
 mod relayout;
@@ -96,13 +97,21 @@ pub struct PlanOptions {
     pub set: Vec<WidthRule>,
     /// Widths that are a floor, by module name; the first rule that matches counts.
     pub min: Vec<WidthRule>,
+    /// Whether GPTQ modules may stay as they are where exllamav2 reads them; with [`Target::Bpw`] only.
+    pub keep_gptq: bool,
 }
 
 impl PlanOptions {
     /// Options with nothing but a target.
     pub fn new(target: Target) -> Self {
-        let (set, min) = (Vec::new(), Vec::new());
-        Self { target, head_bits: None, dense_members: DenseMembers::default(), set, min }
+        Self {
+            target,
+            head_bits: None,
+            dense_members: DenseMembers::default(),
+            set: Vec::new(),
+            min: Vec::new(),
+            keep_gptq: false,
+        }
     }
 }
 
@@ -266,7 +275,7 @@ impl Plan {
             .iter()
             .map(|job| {
                 let outcome = if job.space.is_some() { outcomes.next() } else { None };
-                job.planned(outcome.unwrap_or_else(Outcome::dense))
+                job.planned(checkpoint, outcome.unwrap_or_else(Outcome::dense))
             })
             .collect();
         let stored_bits: Vec<u64> = modules.iter().map(|m| m.stored_bits).collect();

@@ -29,6 +29,9 @@ pub struct ModuleOption {
     pub stored_bits: u64,
     /// Frobenius norm of the difference over that of the weight.
     pub relative_error: f64,
+    /// Whether the module stays GPTQ.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub kept: bool,
 }
 
 /// What another option would cost and bring.
@@ -45,6 +48,8 @@ pub(super) struct Job<'a> {
     pub(super) member: &'a Member<'a>,
     /// `None`: it becomes dense.
     pub(super) space: Option<Space>,
+    /// Whether it may stay GPTQ.
+    keep: bool,
 }
 
 /// Options, before anything is measured.
@@ -69,6 +74,8 @@ pub(super) struct Candidate {
     /// Width of each group, in the order of the source's rows.
     pub(super) bits: Vec<Bits>,
     pub(super) uniform: bool,
+    /// What it becomes if it stays GPTQ.
+    pub(super) kept: Option<Decision>,
     pub(super) stored_bits: u64,
     /// Squared error over squared norm.
     pub(super) squared_error: f64,
@@ -89,7 +96,7 @@ impl Outcome {
 impl<'a> Job<'a> {
     pub(super) fn new(member: &'a Member<'a>, options: &PlanOptions) -> Result<Self, Error> {
         if member.treatment == Treatment::Dense {
-            return Ok(Self { member, space: None });
+            return Ok(Self { member, space: None, keep: false });
         }
         let set = rules::width(&options.set, member)?;
         let min = rules::width(&options.min, member)?;
@@ -113,7 +120,9 @@ impl<'a> Job<'a> {
             widths.drain(..widths.len() - 1);
             group_sizes.truncate(1);
         }
-        Ok(Self { member, space: Some(Space { group_sizes, widths, order: row_order(member) }) })
+        let space = Some(Space { group_sizes, widths, order: row_order(member) });
+        // A width that the user fixed is not the source's.
+        Ok(Self { member, space, keep: options.keep_gptq && set.is_none() })
     }
 
     fn bias_bits(&self) -> u64 {
@@ -186,6 +195,7 @@ impl<'a> Job<'a> {
                 Candidate {
                     group_size,
                     uniform,
+                    kept: None,
                     stored_bits: self.stored_bits(group_size, &bits),
                     squared_error: share(measured.iter().zip(choice).map(|(m, &w)| m.0[w]).sum()),
                     straddling: cut.straddling,
@@ -202,7 +212,30 @@ impl<'a> Job<'a> {
                 candidates.extend(mixes.iter().map(|choice| candidate(choice, false)));
             }
         }
+        candidates.extend(self.kept(checkpoint)?);
         Ok(candidates)
+    }
+
+    /// The option of staying GPTQ.
+    fn kept(&self, checkpoint: &Checkpoint) -> Result<Option<Candidate>, crate::Error> {
+        let module = self.member.module;
+        let decision = match self.keep {
+            true => super::keep::decision(checkpoint, module, self.member.bias)?,
+            false => None,
+        };
+        let (Some(decision), Layout::Gptq(gptq)) = (decision, module.layout()) else { return Ok(None) };
+        let outcome = Outcome { decision: decision.clone(), ..Outcome::dense() };
+        let stored_bits = self.planned(checkpoint, outcome).stored_bits;
+        let groups = module.in_features().div_ceil(gptq.group_size);
+        Ok(Some(Candidate {
+            group_size: gptq.group_size,
+            bits: vec![Bits::ALL[2]; groups],
+            uniform: true,
+            kept: Some(decision),
+            stored_bits,
+            squared_error: 0.0,
+            straddling: 0,
+        }))
     }
 
     /// The outcome of choosing one of the measured candidates.
@@ -228,35 +261,35 @@ impl<'a> Job<'a> {
             step_up: ladder.iter().find(|c| c.stored_bits > chosen.stored_bits).map(|c| step(c)),
             step_down: ladder.iter().rfind(|c| c.stored_bits < chosen.stored_bits).map(|c| step(c)),
             options: candidates.iter().filter(|c| c.uniform).map(|c| c.option(k)).collect(),
-            decision: Decision::Exl2(Exl2Decision {
-                group_size: chosen.group_size,
-                bits: chosen.bits.clone(),
-                order: space.order,
-                straddling_groups: chosen.straddling,
-                stored_bits: chosen.stored_bits,
-                relative_error: Some(chosen.squared_error.sqrt()),
+            decision: chosen.kept.clone().unwrap_or_else(|| {
+                Decision::Exl2(Exl2Decision {
+                    group_size: chosen.group_size,
+                    bits: chosen.bits.clone(),
+                    order: space.order,
+                    straddling_groups: chosen.straddling,
+                    stored_bits: chosen.stored_bits,
+                    relative_error: Some(chosen.squared_error.sqrt()),
+                })
             }),
         }
     }
 
-    pub(super) fn planned(&self, outcome: Outcome) -> PlannedModule {
+    pub(super) fn planned(&self, checkpoint: &Checkpoint, outcome: Outcome) -> PlannedModule {
         let linear = &self.member.linear;
-        let stored_bits = match &outcome.decision {
-            Decision::Exl2(decision) => decision.stored_bits,
-            _ => 16 * self.member.module.weights() + self.bias_bits(),
-        };
-        PlannedModule {
+        let mut planned = PlannedModule {
             name: linear.exl2_name.clone(),
             source: linear.name.clone(),
             in_features: linear.in_features,
             out_features: linear.out_features,
             decision: outcome.decision,
             bias: self.member.bias,
-            stored_bits,
+            stored_bits: 0,
             options: outcome.options,
             step_up: outcome.step_up,
             step_down: outcome.step_down,
-        }
+        };
+        planned.stored_bits = planned.count_bits(checkpoint);
+        planned
     }
 }
 
@@ -267,6 +300,7 @@ impl Candidate {
             widths: widths(&self.bits, self.group_size, in_features),
             stored_bits: self.stored_bits,
             relative_error: self.squared_error.sqrt(),
+            kept: self.kept.is_some(),
         }
     }
 }

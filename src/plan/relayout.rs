@@ -252,7 +252,7 @@ fn gptq_module(
 }
 
 /// Whether the tensors as they are already are what was decided.
-fn stays(module: &Module, gptq: &Gptq, decision: &GptqDecision, checkpoint: &Checkpoint) -> bool {
+pub(super) fn stays(module: &Module, gptq: &Gptq, decision: &GptqDecision, checkpoint: &Checkpoint) -> bool {
     let g_idx = checkpoint.tensor(&format!("{}.g_idx", module.name()));
     let whole_columns = checkpoint
         .tensor(&format!("{}.scales", module.name()))
@@ -282,7 +282,11 @@ fn bits_at_least(module: &Module, needed: u32, asked: Option<Bits>) -> Result<Bi
     }
 }
 
-fn from_gptq(module: &Module, gptq: &Gptq, options: &GptqOptions) -> Result<GptqDecision, crate::Error> {
+pub(super) fn from_gptq(
+    module: &Module,
+    gptq: &Gptq,
+    options: &GptqOptions,
+) -> Result<GptqDecision, crate::Error> {
     let from = gptq.shape.bits;
     let symmetric = gptq.zeros.symmetric;
     let must_be_symmetric = options.symmetric || options.reader.is_some_and(|r| r.symmetric_only);

@@ -65,8 +65,10 @@ pub(super) fn members<'a>(
     }
     let mut members = Vec::with_capacity(all.len());
     let mut warnings = Vec::new();
+    // A source without any quantized linear is to be quantized; in others a dense set was meant to be dense.
+    let dense_source = all.iter().all(|(_, module)| is_dense(module));
     for set in all.chunk_by(|(a, _), (b, _)| same_set(a, b)) {
-        let treatments = treat(set, options, &mut warnings)?;
+        let treatments = treat(set, dense_source, options, &mut warnings)?;
         for ((linear, module), treatment) in set.iter().zip(treatments) {
             let bias = bias(arch, set, linear, module, &mut warnings)?;
             members.push(Member { linear: linear.clone(), module, treatment, bias });
@@ -77,19 +79,23 @@ pub(super) fn members<'a>(
 
 type Set<'s, 'a> = &'s [(Linear, &'a Module)];
 
+fn is_dense(module: &Module) -> bool {
+    matches!(module.layout(), Layout::Dense { .. })
+}
+
 fn treat(
     set: Set<'_, '_>,
+    dense_source: bool,
     options: &PlanOptions,
     warnings: &mut Vec<Warning>,
 ) -> Result<Vec<Treatment>, Error> {
-    let is_dense = |module: &Module| matches!(module.layout(), Layout::Dense { .. });
     if let Some((_, module)) = set.iter().find(|(_, m)| matches!(m.layout(), Layout::Exl2(_))) {
         return Err(Error::AlreadyExl2 { module: module.name().into() });
     }
     let dense: Vec<&Module> = set.iter().map(|(_, m)| *m).filter(|m| is_dense(m)).collect();
     let all = |treatment| Ok(vec![treatment; set.len()]);
     let fp16 = 16 * set.iter().map(|(_, m)| m.weights()).sum::<u64>();
-    if dense.len() == set.len() {
+    if dense.len() == set.len() && !dense_source {
         warnings.push(Warning {
             code: WarningCode::DenseSetKept,
             subject: set_name(&set[0].0),
@@ -108,7 +114,7 @@ fn treat(
         });
         return all(Treatment::Dense);
     }
-    if dense.is_empty() {
+    if dense.is_empty() || dense_source {
         return all(Treatment::Quantize);
     }
     match options.dense_members {

@@ -26,6 +26,8 @@ pub struct Solution {
     pub error: f64,
     /// How far `error` can at most be above the best; 0 unless the search was cut short.
     pub gap: f64,
+    /// A sum of errors that no choice is below: that of the relaxed problem.
+    pub bound: f64,
 }
 
 /// States kept at a time. Real models need a few thousand; the limit bounds memory, not quality in
@@ -45,10 +47,17 @@ fn solve_within(classes: &[Vec<Choice>], budget: u64, most_states: usize) -> Opt
     }
     let (multiplier, start) = relax(&classes, budget);
     let incumbent = fill(&classes, start, budget);
-    let (picks, gap) = Core::new(&classes, multiplier, budget).improve(incumbent, most_states);
+    let core = Core::new(&classes, multiplier, budget);
+    let bound = core.bound();
+    let (picks, gap) = core.improve(incumbent, most_states);
     let (cost, error) = totals(&classes, &picks);
     let picks = classes.iter().zip(picks).map(|(class, i)| class.original[i]).collect();
-    Some(Solution { picks, cost, error, gap })
+    Some(Solution { picks, cost, error, gap, bound })
+}
+
+/// The choices on the lower convex hull of cost and error, the cheapest first.
+pub(super) fn lower_hull(choices: &[Choice]) -> Vec<usize> {
+    Class::new(choices).map_or(Vec::new(), |class| class.hull.iter().map(|&i| class.original[i]).collect())
 }
 
 /// A class without its dominated options: costs rise, errors fall.
@@ -174,6 +183,13 @@ impl<'a> Core<'a> {
             })
             .collect();
         Self { classes, multiplier, budget, base }
+    }
+
+    /// A sum of errors that no choice within the budget is below.
+    fn bound(&self) -> f64 {
+        let smallest =
+            self.classes.iter().zip(&self.base).map(|(c, &i)| reduced(c.options[i], self.multiplier));
+        smallest.sum::<f64>() - self.multiplier * self.budget as f64
     }
 
     /// The best picks, and how far they can be from the optimum.
