@@ -392,6 +392,12 @@ fn success(out: &str, report: &Report) -> String {
         Some(Exactness::Requantized) => {
             format!("{:.4} bpw, mean relative error {:.5}", report.totals.bpw, report.mean_relative_error)
         }
+        _ if report.target.is_exl2() => {
+            format!(
+                "{:.4} bpw, every module stays GPTQ, exactly: exllamav2 loads it as it is",
+                report.totals.bpw
+            )
+        }
         Some(Exactness::Rounded) => "weights rounded once".into(),
         Some(Exactness::Exact) => "exact: every weight as decoded".into(),
         Some(Exactness::Identical) | None => "identical tensors".into(),

@@ -25,11 +25,9 @@ pub(super) fn by_error(
         let module = job.member.module;
         observer.event(&Event::Module { name: module.name(), weights: module.weights() });
     }
-    let solved = |uniform_only: bool| -> Result<(Solution, Vec<Vec<usize>>), Error> {
-        let open: Vec<Vec<usize>> = measured
-            .iter()
-            .map(|c| (0..c.len()).filter(|&i| c[i].uniform || !uniform_only).collect())
-            .collect();
+    let solved = |open: &dyn Fn(&Candidate) -> bool| -> Result<(Solution, Vec<Vec<usize>>), Error> {
+        let open: Vec<Vec<usize>> =
+            measured.iter().map(|c| (0..c.len()).filter(|&i| open(&c[i])).collect()).collect();
         let classes: Vec<Vec<Choice>> = (jobs.iter().zip(&measured).zip(&open))
             .map(|((job, candidates), open)| {
                 let n = job.member.linear.out_features as f64;
@@ -40,19 +38,24 @@ pub(super) fn by_error(
                 open.iter().map(choice).collect()
             })
             .collect();
-        let any_kept = measured.iter().flatten().any(|candidate| candidate.kept.is_some());
-        let solution = match any_kept {
+        let may_keep = |(c, open): (&Vec<Candidate>, &Vec<usize>)| open.iter().any(|&i| c[i].kept.is_some());
+        let solution = match measured.iter().zip(&open).any(may_keep) {
             true => solve_with_kept(jobs, &measured, &open, budget),
             false => solve(&classes, budget),
         };
         Ok((solution.ok_or_else(|| infeasible(jobs, bpw, weights))?, open))
     };
-    let (mut best, mut open) = solved(false)?;
-    let (one_width, one_width_open) = solved(true)?;
-    if one_width.error < best.error {
-        // Only where the search was cut short; the gap that it left shrinks by as much.
-        let gap = (best.gap - (best.error - one_width.error)).max(0.0);
-        (best, open) = (Solution { gap, ..one_width.clone() }, one_width_open.clone());
+    let (mut best, mut open) = solved(&|_| true)?;
+    let (one_width, one_width_open) = solved(&|candidate| candidate.uniform)?;
+    // Better only where the search was cut short, or where kept modules were looked for along hulls; the gap
+    // that was left shrinks by as much.
+    for (other, other_open) in
+        [solved(&|candidate| candidate.kept.is_none())?, (one_width.clone(), one_width_open.clone())]
+    {
+        if other.error < best.error {
+            let gap = (best.gap - (best.error - other.error)).max(0.0);
+            (best, open) = (Solution { gap, ..other }, other_open);
+        }
     }
     let mean = |solution: &Solution, open: &[Vec<usize>]| {
         let errors =
