@@ -27,7 +27,7 @@ pub struct Report {
     pub totals: Totals,
     /// What the widths were chosen by.
     pub objective: Option<Objective>,
-    /// Mean over the decoder's quantized linears of [`ReportModule::relative_error`].
+    /// Mean over the decoder linears that are quantized in the output of [`ReportModule::relative_error`].
     pub mean_relative_error: f64,
     /// Each linear, in block order.
     pub modules: Vec<ReportModule>,
@@ -210,10 +210,14 @@ impl Report {
         side_files: SideFiles,
         warnings: Vec<Warning>,
     ) -> Self {
-        let requantized = || {
-            modules.iter().filter(|m| m.exactness == Exactness::Requantized && m.name != crate::arch::HEAD)
+        let quantized = || {
+            plan.modules
+                .iter()
+                .zip(&modules)
+                .filter(|(planned, _)| planned.is_quantized(checkpoint) && !planned.is_head())
         };
-        let mean = requantized().map(|m| m.relative_error).sum::<f64>() / requantized().count().max(1) as f64;
+        let mean =
+            quantized().map(|(_, m)| m.relative_error).sum::<f64>() / quantized().count().max(1) as f64;
         Self {
             schema: SCHEMA,
             tool: concat!("requant ", env!("CARGO_PKG_VERSION")).into(),
