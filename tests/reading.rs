@@ -1,14 +1,20 @@
-//! Real checkpoints decode to the hashes that their makers' tools gave, and what odd but valid ones mean.
+//! Real checkpoints decode to the hashes that other tools gave; and what odd but valid ones mean.
+#![allow(clippy::unwrap_used, reason = "the exception for tests leaves out what test functions share")]
 
 mod support;
 
 use half::f16;
-use requant::checkpoint::{Checkpoint, OpenOptions};
-use serde_json::Value;
+use requant::WarningCode;
+use requant::checkpoint::{Bias, Checkpoint, Layout, OpenOptions};
+use requant::formats::gptq::GIdxKind;
+use serde_json::{Value, json};
 use std::path::Path;
+use support::writer::{
+    DOWN, HIDDEN, INTERMEDIATE, Model, Q, Quantized, Tensor, VOCAB, safetensors, write_index, write_json,
+};
 use support::{folder, sha256};
 
-fn json(path: &Path) -> Value {
+fn json_of(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
@@ -16,9 +22,19 @@ fn open(dir: &Path) -> Checkpoint {
     Checkpoint::open(dir, &OpenOptions::default()).unwrap_or_else(|e| panic!("{e:#}"))
 }
 
+fn codes(checkpoint: &Checkpoint) -> Vec<WarningCode> {
+    checkpoint.warnings().iter().map(|warning| warning.code).collect()
+}
+
+/// Hashes of all modules, in order.
+fn hashes(checkpoint: &Checkpoint) -> Vec<String> {
+    let modules = checkpoint.modules().iter();
+    modules.map(|module| sha256(&checkpoint.dequantize(module).unwrap_or_else(|e| panic!("{e:#}")))).collect()
+}
+
 /// Compares every module with `expected.json`, both ways.
 fn assert_decodes(dir: &Path) {
-    let expected = json(&dir.join("expected.json"));
+    let expected = json_of(&dir.join("expected.json"));
     let modules = expected["modules"].as_object().unwrap();
     let checkpoint = open(dir);
     // The file lists routers as well, which are no modules.
@@ -30,13 +46,50 @@ fn assert_decodes(dir: &Path) {
             (0..rows * columns).map(|i| stored[i % rows * columns + i / rows]).collect();
         assert_eq!(sha256(&transposed), expected["sha256"], "{} {name}", dir.display());
     }
-    for module in checkpoint.modules() {
+    for (module, hash) in checkpoint.modules().iter().zip(hashes(&checkpoint)) {
         let expected = &modules[module.name()]; // Panics for a module that the file doesn't list.
-        let shape = serde_json::json!([module.in_features(), module.out_features()]);
-        assert_eq!(shape, expected["shape"], "{}", module.name());
-        let weights = checkpoint.dequantize(module).unwrap_or_else(|e| panic!("{e:#}"));
-        assert_eq!(sha256(&weights), expected["sha256"], "{} {}", dir.display(), module.name());
+        assert_eq!(
+            json!([module.in_features(), module.out_features()]),
+            expected["shape"],
+            "{}",
+            module.name()
+        );
+        assert_eq!(hash, expected["sha256"], "{} {}", dir.display(), module.name());
     }
+}
+
+fn assert_decodes_exl2(dir: &Path, modules: &serde_json::Map<String, Value>) {
+    let checkpoint = open(dir);
+    assert_eq!(checkpoint.modules().len(), modules.len());
+    for (module, hash) in checkpoint.modules().iter().zip(hashes(&checkpoint)) {
+        let expected = &modules[module.name()];
+        assert_eq!(
+            (json!(module.in_features()), json!(module.out_features())),
+            (expected["in"].clone(), expected["out"].clone())
+        );
+        assert_eq!(hash, expected["sha256_fp16_in_out"], "{} {}", dir.display(), module.name());
+        let Layout::Exl2(stored) = module.layout() else { panic!("{}", module.layout().name()) };
+        let groups = stored.groups.groups().iter().map(|group| json!([group.bits.get(), group.rows]));
+        assert_eq!(Value::from_iter(groups), expected["groups"], "{}", module.name());
+    }
+}
+
+#[test]
+fn the_gptq_fixture_decodes_to_its_hashes() {
+    let dir = Path::new("fixtures/tiny-llama-gptq");
+    assert_decodes(dir);
+    let checkpoint = open(dir);
+    assert_eq!(checkpoint.warnings(), []);
+    assert_eq!(checkpoint.other_tensors().count(), 1 + 2 * 3 + 1);
+    checkpoint.require_decodable().unwrap();
+    checkpoint.check_unchanged().unwrap();
+}
+
+#[test]
+fn the_exl2_fixture_decodes_as_exllamav2s_kernel_does() {
+    let dir = Path::new("fixtures/tiny-llama-exl2-4.0bpw");
+    assert_decodes_exl2(dir, json_of(&dir.join("expected.json"))["modules"].as_object().unwrap());
+    assert_eq!(open(dir).warnings(), []);
 }
 
 #[test]
@@ -56,8 +109,452 @@ fn tiny_checkpoints_decode_to_their_hashes() {
 }
 
 #[test]
+fn what_the_tiny_checkpoints_warn_of() {
+    let Some(assets) = folder("REQUANT_ASSETS") else { return };
+    for entry in std::fs::read_dir(assets.join("tiny")).unwrap() {
+        let dir = entry.unwrap().path();
+        if !dir.join("config.json").is_file() {
+            continue;
+        }
+        let expected: &[WarningCode] = match dir.file_name().unwrap().to_str().unwrap() {
+            // One zero point of 0, which other engines read otherwise than GPTQModel.
+            "tiny-llama-2bit" => &[WarningCode::ZeroPointsWrapped],
+            _ => &[],
+        };
+        assert_eq!(codes(&open(&dir)), expected, "{}", dir.display());
+    }
+}
+
+#[test]
 fn exllamav2s_own_files_decode_as_its_kernel_does() {
     let Some(assets) = folder("REQUANT_ASSETS") else { return };
-    let expected = json(&assets.join("exl2/expected/tiny-decode.json"));
-    println!("{}", serde_json::to_string(&expected["models"]).unwrap().chars().take(600).collect::<String>());
+    let expected = json_of(&assets.join("exl2/expected/tiny-decode.json"));
+    let models = expected["models"].as_object().unwrap();
+    assert_eq!(models.len(), 3);
+    for (name, model) in models {
+        assert_decodes_exl2(&assets.join("exl2").join(name), model["modules"].as_object().unwrap());
+    }
+}
+
+#[test]
+fn single_exl2_modules_of_a_model_of_unknown_architecture_decode() {
+    let Some(assets) = folder("REQUANT_ASSETS") else { return };
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::copy(assets.join("exl2/smollm2-modules.safetensors"), dir.path().join("output.safetensors"))
+        .unwrap();
+    write_json(&dir.path().join("config.json"), &json!({"architectures": ["SomethingNew"]}));
+    let expected = json_of(&assets.join("exl2/expected/smollm2-modules.json"));
+    assert_decodes_exl2(dir.path(), expected["picked"].as_object().unwrap());
+    let checkpoint = open(dir.path());
+    assert_eq!(codes(&checkpoint), [WarningCode::UnknownArchitecture]);
+    // Natural order: block 12 after block 1.
+    assert_eq!(checkpoint.modules().last().unwrap().name(), "model.layers.12.mlp.gate_proj");
+}
+
+#[test]
+fn smollm2_decodes_to_its_hashes() {
+    let Some(assets) = folder("REQUANT_ASSETS") else { return };
+    let Some(dir) = folder("REQUANT_SMOLLM2") else { return };
+    let expected = json_of(&assets.join("smollm2/expected.json"));
+    let expected = expected["dequantized_sha256"].as_object().unwrap();
+    let checkpoint = open(&dir);
+    assert_eq!((checkpoint.modules().len(), expected.len()), (210, 210));
+    assert_eq!(checkpoint.warnings(), []);
+    for (module, hash) in checkpoint.modules().iter().zip(hashes(&checkpoint)) {
+        assert_eq!(hash, expected[module.name()], "{}", module.name());
+    }
+}
+
+#[test]
+fn modules_come_in_block_order_with_their_roles() {
+    let dir = Model::new(&Quantized::default()).write();
+    let checkpoint = open(dir.path());
+    let names: Vec<&str> = checkpoint.modules().iter().map(|module| module.name()).collect();
+    let mut expected: Vec<&str> = support::writer::LINEARS.iter().map(|(name, ..)| *name).collect();
+    expected.push("lm_head");
+    assert_eq!(names, expected);
+    assert!(checkpoint.module("lm_head").unwrap().linear().is_none());
+    assert_eq!(checkpoint.module(DOWN).unwrap().linear().unwrap().in_features, INTERMEDIATE);
+    assert!(checkpoint.module("model.norm").is_none());
+}
+
+// Files.
+
+#[test]
+fn a_linear_whose_tensors_are_spread_over_two_shards_decodes_as_in_one() {
+    let model = Model::new(&Quantized::default());
+    let spread = |name: &str| if name.ends_with("scales") { "b.safetensors" } else { "a.safetensors" };
+    let whole = hashes(&open(model.write().path()));
+    for index in [true, false] {
+        let dir = model.write_shards(spread, index);
+        assert_eq!(hashes(&open(dir.path())), whole);
+        assert_eq!(codes(&open(dir.path())), []);
+    }
+}
+
+#[test]
+fn bytes_at_odd_addresses_are_read() {
+    let model = Model::new(&Quantized::default());
+    let whole = hashes(&open(model.write().path()));
+    for spaces in 0..8 {
+        let dir = model.write_edited(|header| {
+            header["__metadata__"]["pad"] = json!(" ".repeat(spaces));
+        });
+        assert_eq!(hashes(&open(dir.path())), whole);
+    }
+}
+
+#[test]
+fn the_shard_that_the_index_gives_counts_and_a_copy_elsewhere_is_told() {
+    let model = Model::new(&Quantized::default());
+    let dir =
+        model.write_shards(|name| if name.contains("mlp") { "b.safetensors" } else { "a.safetensors" }, true);
+    let whole = hashes(&open(dir.path()));
+    let mut stale = model.clone();
+    stale.tensors.retain(|name, _| name.contains("mlp") || name == &format!("{Q}.scales"));
+    stale.tensor(Q, "scales").bytes.fill(0x3c);
+    std::fs::write(dir.path().join("b.safetensors"), safetensors(&stale.tensors, |_| {})).unwrap();
+    let checkpoint = open(dir.path());
+    assert_eq!(hashes(&checkpoint), whole);
+    let [warning] = checkpoint.warnings() else { panic!("{:?}", checkpoint.warnings()) };
+    assert_eq!(
+        (warning.code, warning.subject.as_str()),
+        (WarningCode::CopyElsewhere, &*format!("{Q}.scales"))
+    );
+    assert!(warning.message.contains("a.safetensors") && warning.message.contains("b.safetensors"));
+}
+
+#[test]
+fn an_index_whose_shards_do_not_exist_is_ignored() {
+    let dir = Model::new(&Quantized::default()).write();
+    write_index(
+        dir.path(),
+        &json!({"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}),
+    );
+    let checkpoint = open(dir.path());
+    assert_eq!(codes(&checkpoint), [WarningCode::IndexIgnored]);
+    assert_eq!(checkpoint.index(), None);
+}
+
+#[test]
+fn tensors_that_the_index_does_not_list_are_read() {
+    let model = Model::new(&Quantized::default());
+    let dir = model.write_shards(|_| "a.safetensors", false);
+    let names = model.tensors.keys().filter(|name| !name.starts_with(Q));
+    let map: serde_json::Map<String, Value> =
+        names.map(|name| (name.clone(), json!("a.safetensors"))).collect();
+    write_index(dir.path(), &json!(map));
+    let checkpoint = open(dir.path());
+    assert_eq!(codes(&checkpoint), [WarningCode::NotInIndex]);
+    assert_eq!(hashes(&checkpoint), hashes(&open(model.write().path())));
+}
+
+#[test]
+fn adapters_and_files_outside_the_index_are_not_read() {
+    let model = Model::new(&Quantized::default());
+    let dir = model.write_shards(|_| "a.safetensors", true);
+    for stray in ["eora.safetensors", "adapter_model.safetensors", "old.safetensors"] {
+        std::fs::write(dir.path().join(stray), b"no safetensors at all").unwrap();
+    }
+    let expected = [WarningCode::AdapterIgnored, WarningCode::AdapterIgnored, WarningCode::FileIgnored];
+    assert_eq!(codes(&open(dir.path())), expected);
+}
+
+#[test]
+fn an_old_shard_that_the_index_does_not_name_is_told_with_what_it_holds() {
+    let model = Model::new(&Quantized::default());
+    let dir = model.write_shards(|_| "a.safetensors", true);
+    let mut old = model.clone();
+    old.tensors.retain(|name, _| name == &format!("{Q}.scales"));
+    std::fs::write(dir.path().join("old.safetensors"), safetensors(&old.tensors, |_| {})).unwrap();
+    let checkpoint = open(dir.path());
+    let [warning] = checkpoint.warnings() else { panic!("{:?}", checkpoint.warnings()) };
+    assert_eq!((warning.code, warning.subject.as_str()), (WarningCode::FileIgnored, "old.safetensors"));
+    assert!(
+        warning.message.contains(&format!("{Q}.scales, which is read from a.safetensors")),
+        "{}",
+        warning.message
+    );
+}
+
+#[test]
+fn of_two_indexes_the_one_of_the_usual_name_counts() {
+    let model = Model::new(&Quantized::default());
+    let dir = model.write_shards(|_| "a.safetensors", true);
+    let other = dir.path().join("fp16.safetensors.index.json");
+    std::fs::copy(dir.path().join("model.safetensors.index.json"), other).unwrap();
+    let checkpoint = open(dir.path());
+    assert_eq!(codes(&checkpoint), [WarningCode::IndexIgnored]);
+    assert_eq!(checkpoint.warnings()[0].subject, "fp16.safetensors.index.json");
+}
+
+#[test]
+fn the_weights_own_header_stands_in_for_a_lost_configuration() {
+    let mut model =
+        Model::new(&Quantized { zero: |_, column| (column % 15 + 1) as u16, ..Quantized::default() });
+    model.quant = None;
+    assert_eq!(
+        codes(&open(model.write().path())),
+        [WarningCode::NoQuantizationConfig, WarningCode::ZerosAssumed]
+    );
+    let dir = model.write_edited(|header| header["__metadata__"]["auto_gptq_version"] = json!("0.7.1"));
+    assert_eq!(codes(&open(dir.path())), [WarningCode::NoQuantizationConfig]);
+}
+
+#[test]
+fn any_number_of_threads_finds_the_same() {
+    let mut model = Model::new(&Quantized::default());
+    model.set("bits", json!(8));
+    let dir = model.write();
+    // The first of two faults, in the modules' order.
+    let (broken, names) = (&mut model, ["model.layers.0.self_attn.v_proj", DOWN]);
+    for name in names {
+        broken.tensor(name, "scales").bytes[..2].fill(0xff);
+    }
+    let broken = broken.write();
+    for threads in [1, 2, 7] {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| {
+            let checkpoint = open(dir.path());
+            assert_eq!(codes(&checkpoint), [WarningCode::ConfigTensorConflict]);
+            assert_eq!(checkpoint.fingerprint(), open(dir.path()).fingerprint());
+            let error = Checkpoint::open(broken.path(), &OpenOptions::default()).unwrap_err();
+            assert_eq!(error.tensor, Some(format!("{}.scales", names[0])));
+        });
+    }
+}
+
+#[test]
+fn a_change_of_the_file_is_detected() {
+    let model = Model::new(&Quantized::default());
+    let dir = model.write();
+    let checkpoint = open(dir.path());
+    let (before, path) = (checkpoint.fingerprint(), dir.path().join("model.safetensors"));
+    checkpoint.check_unchanged().unwrap();
+    let mut bytes = std::fs::read(&path).unwrap();
+    bytes.push(0);
+    std::fs::remove_file(&path).unwrap(); // The map keeps the old file.
+    std::fs::write(&path, bytes).unwrap();
+    let error = checkpoint.check_unchanged().unwrap_err();
+    assert!(matches!(*error.fault, requant::checkpoint::Fault::Changed), "{error:#}");
+    assert_eq!(checkpoint.fingerprint(), before);
+    let other = Model::new(&Quantized { bits: 8, zero: |_, _| 128, ..Quantized::default() }).write();
+    assert_ne!(open(other.path()).fingerprint(), before);
+}
+
+// Configuration.
+
+#[test]
+fn without_a_quantization_config_all_is_derived_and_said() {
+    let mut model = Model::new(&Quantized::default());
+    let whole = hashes(&open(model.write().path()));
+    model.quant = None;
+    let checkpoint = open(model.write().path());
+    assert_eq!(hashes(&checkpoint), whole);
+    let [warning] = checkpoint.warnings() else { panic!("{:?}", checkpoint.warnings()) };
+    assert_eq!((warning.code, warning.subject.as_str()), (WarningCode::NoQuantizationConfig, "config.json"));
+    assert!(warning.message.contains("4 bits in groups of 32 rows"), "{}", warning.message);
+    assert!(checkpoint.quant_config().is_none());
+}
+
+#[test]
+fn group_size_minus_one_is_each_modules_k() {
+    let mut model = Model::new(&Quantized { group_size: 1024, ..Quantized::default() });
+    model.set("group_size", json!(-1)).set("desc_act", json!(true));
+    let whole = open(model.write().path());
+    assert_eq!(codes(&whole), []);
+    for (name, k) in [(Q, HIDDEN), (DOWN, INTERMEDIATE)] {
+        let Layout::Gptq(stored) = whole.module(name).unwrap().layout() else { panic!() };
+        assert_eq!((stored.group_size, stored.shape.groups, stored.g_idx), (k, 1, GIdxKind::OneGroup));
+    }
+    // Old act-order files without groups have no g_idx at all.
+    let absent = open(model.remove_all("g_idx").write().path());
+    assert_eq!(codes(&absent), []);
+    assert_eq!(hashes(&absent), hashes(&whole));
+    let Layout::Gptq(stored) = absent.module(DOWN).unwrap().layout() else { panic!() };
+    assert_eq!((stored.group_size, stored.g_idx), (INTERMEDIATE, GIdxKind::Absent));
+}
+
+#[test]
+fn tensors_overrule_bits_and_group_size() {
+    let mut model = Model::new(&Quantized::default());
+    let checkpoint = open(model.set("bits", json!(8)).set("group_size", json!(128)).write().path());
+    // 128 rows would be one group; the tensors have two and three.
+    assert_eq!(codes(&checkpoint), [WarningCode::ConfigTensorConflict, WarningCode::ConfigTensorConflict]);
+    assert!(checkpoint.warnings().iter().all(|warning| warning.subject == Q));
+    checkpoint.require_decodable().unwrap();
+}
+
+#[test]
+fn dynamic_rules_are_checked_against_the_tensors() {
+    let mut model = Model::new(&Quantized::default());
+    let eight = Quantized { bits: 8, group_size: 16, zero: |_, _| 128, ..Quantized::default() };
+    support::writer::gptq_module(&mut model.tensors, DOWN, INTERMEDIATE, HIDDEN, &eight);
+    model.set("dynamic", json!({r"+:.*\.down_proj$": {"bits": 8, "group_size": 16}}));
+    assert_eq!(codes(&open(model.write().path())), []);
+    model.set("dynamic", json!({r"+:.*\.down_proj$": {"bits": 8, "group_size": 16}, r"-:.*\.q_proj": {}}));
+    let checkpoint = open(model.write().path());
+    assert_eq!(
+        (codes(&checkpoint), checkpoint.warnings()[0].subject.as_str()),
+        (vec![WarningCode::DynamicConflict], Q)
+    );
+    // A negative rule beats the positive one before it, in GPTQModel; not in vLLM.
+    model.set("dynamic", json!({r"+:.*": {}, r"-:.*\.q_proj": {}}));
+    assert!(codes(&open(model.write().path())).contains(&WarningCode::DynamicOrder));
+}
+
+#[test]
+fn a_module_left_dense_is_read_as_dense() {
+    let mut model = Model::new(&Quantized::default());
+    model.tensors.retain(|name, _| !name.starts_with(Q));
+    let numbers: Vec<f32> = (0..HIDDEN * HIDDEN).map(|i| (i % 251) as f32 * 0.5).collect();
+    model.put(Q, "weight", Tensor::bf16s(&[HIDDEN, HIDDEN], &numbers));
+    let checkpoint = open(model.write().path());
+    let module = checkpoint.module(Q).unwrap();
+    assert!(matches!(module.layout(), Layout::Dense { .. }));
+    let weights = checkpoint.dense(module).unwrap();
+    assert_eq!(weights[5 * HIDDEN + 3], numbers[3 * HIDDEN + 5]);
+    assert_eq!(checkpoint.dequantize(module).unwrap()[5 * HIDDEN + 3].to_f32(), numbers[3 * HIDDEN + 5]);
+    assert!(checkpoint.gptq(module).is_err());
+}
+
+#[test]
+fn a_config_that_claims_quantization_over_dense_tensors_is_told() {
+    let mut model = Model::new(&Quantized::default());
+    for (name, k, n) in support::writer::LINEARS {
+        model.tensors.retain(|tensor, _| !tensor.starts_with(name));
+        model.put(name, "weight", Tensor::f16s(&[n, k], &vec![0.5; n * k]));
+    }
+    assert_eq!(codes(&open(model.write().path())), [WarningCode::NothingQuantized]);
+}
+
+// Tensors beside the words.
+
+#[test]
+fn scales_of_every_float_type_decode_exactly() {
+    let values: Vec<f32> = (0..2 * HIDDEN).map(|i| 0.25 + 0.25 * (i % 7) as f32).collect();
+    let shape = [2, HIDDEN];
+    let makers: [fn(&[usize], &[f32]) -> Tensor; 3] = [Tensor::f16s, Tensor::bf16s, Tensor::f32s];
+    let decoded = makers.map(|make| {
+        let mut model = Model::new(&Quantized::default());
+        let dir = model.put(Q, "scales", make(&shape, &values)).write();
+        hashes(&open(dir.path()))
+    });
+    assert_eq!(decoded[0], decoded[1]);
+    assert_eq!(decoded[0], decoded[2]);
+}
+
+#[test]
+fn scales_beyond_fp16_are_not_lost_on_the_way() {
+    let mut model = Model::new(&Quantized::default());
+    let mut values = vec![0.5; 2 * HIDDEN];
+    (values[0], values[1]) = (1e-9, 7e4);
+    let checkpoint = open(model.put(Q, "scales", Tensor::bf16s(&[2, HIDDEN], &values)).write().path());
+    let matrix = checkpoint.gptq(checkpoint.module(Q).unwrap()).unwrap();
+    let expected = |f: f32| half::bf16::from_f32(f).to_f32();
+    assert_eq!(matrix.scales()[..2], [expected(1e-9), expected(7e4)]);
+}
+
+#[test]
+fn an_all_zero_bias_is_told_from_another() {
+    let mut model = Model::new(&Quantized::default());
+    let mut bias = vec![0.0; HIDDEN];
+    bias[3] = -0.0;
+    let checkpoint = open(model.put(Q, "bias", Tensor::f16s(&[HIDDEN], &bias)).write().path());
+    let module = checkpoint.module(Q).unwrap();
+    assert_eq!(module.bias(), Some(Bias::AllZero));
+    assert_eq!(checkpoint.bias(module).unwrap().unwrap(), bias);
+    bias[5] = 0.5;
+    let checkpoint = open(model.put(Q, "bias", Tensor::f32s(&[HIDDEN], &bias)).write().path());
+    let module = checkpoint.module(Q).unwrap();
+    assert_eq!(module.bias(), Some(Bias::NonZero));
+    assert_eq!(checkpoint.bias(module).unwrap().unwrap(), bias);
+    assert_eq!(checkpoint.module(DOWN).unwrap().bias(), None);
+}
+
+#[test]
+fn tied_heads() {
+    let mut model = Model::new(&Quantized::default());
+    model.config["tie_word_embeddings"] = json!(true);
+    let copy = open(model.write().path());
+    assert!(copy.head_is_tied_copy() && copy.module("lm_head").is_some());
+    assert_eq!(codes(&copy), []);
+    model.tensor("lm_head", "weight").bytes[0] ^= 1;
+    let differs = open(model.write().path());
+    assert!(!differs.head_is_tied_copy());
+    assert_eq!(codes(&differs), [WarningCode::TiedHeadDiffers]);
+    model.tensors.remove("lm_head.weight");
+    let absent = open(model.write().path());
+    assert!(absent.module("lm_head").is_none());
+    assert_eq!(codes(&absent), []);
+    let how = Quantized { group_size: 64, ..Quantized::default() };
+    support::writer::gptq_module(&mut model.tensors, "lm_head", HIDDEN, VOCAB, &how);
+    let quantized = open(model.set("dynamic", json!({"lm_head": {"group_size": 64}})).write().path());
+    assert_eq!(codes(&quantized), [WarningCode::TiedHeadQuantized]);
+}
+
+#[test]
+fn an_unknown_architecture_is_read_by_its_tensors() {
+    let mut model = Model::new(&Quantized::default());
+    let whole = hashes(&open(model.write().path()));
+    model.config["architectures"] = json!(["SomethingNew"]);
+    let checkpoint = open(model.write().path());
+    assert_eq!(codes(&checkpoint), [WarningCode::UnknownArchitecture]);
+    assert_eq!((checkpoint.modules().len(), checkpoint.architecture().is_none()), (8, true));
+    let mut found = hashes(&checkpoint);
+    let mut whole = whole;
+    (found.sort(), whole.sort());
+    assert_eq!(found, whole);
+    // Without g_idx, k comes from the words.
+    let checkpoint = open(model.remove_all("g_idx").write().path());
+    assert_eq!(checkpoint.module(DOWN).unwrap().in_features(), INTERMEDIATE);
+}
+
+// g_idx.
+
+fn q_kind(model: &Model) -> (GIdxKind, Vec<String>, Vec<WarningCode>) {
+    let checkpoint = open(model.write().path());
+    let Layout::Gptq(stored) = checkpoint.module(Q).unwrap().layout() else { panic!() };
+    (stored.g_idx, hashes(&checkpoint), codes(&checkpoint))
+}
+
+#[test]
+fn g_idx_absent_empty_or_a_leftover_of_zeros_means_rows_in_order() {
+    let mut model = Model::new(&Quantized::default());
+    let (kind, whole, _) = q_kind(&model);
+    assert_eq!(kind, GIdxKind::Sequential);
+    for (tensor, kind) in [
+        (Tensor::i32s(&[0], &[]), GIdxKind::Absent),
+        (Tensor::i32s(&[HIDDEN], &[0; HIDDEN]), GIdxKind::ZeroLeftover),
+    ] {
+        assert_eq!(q_kind(model.put(Q, "g_idx", tensor)), (kind, whole.clone(), vec![]));
+    }
+}
+
+#[test]
+fn g_idx_of_int64_is_the_same() {
+    let mut model = Model::new(&Quantized::default());
+    let (_, whole, _) = q_kind(&model);
+    let rows: Vec<i64> = (0..HIDDEN as i64).map(|row| row / 32).collect();
+    let wide = q_kind(model.put(Q, "g_idx", Tensor::i64s(&[HIDDEN], &rows)));
+    assert_eq!(wide, (GIdxKind::Sequential, whole, vec![]));
+}
+
+#[test]
+fn act_order_counts_even_if_the_config_denies_it() {
+    let mut model = Model::new(&Quantized::default());
+    let (_, whole, _) = q_kind(&model);
+    let rows: Vec<i32> = (0..HIDDEN as i32).map(|row| row % 2).collect();
+    model.put(Q, "g_idx", Tensor::i32s(&[HIDDEN], &rows));
+    let (kind, permuted, warnings) = q_kind(&model);
+    assert_eq!((kind, warnings), (GIdxKind::ActOrder, vec![WarningCode::ActOrderDenied]));
+    assert_ne!(permuted, whole);
+    let checkpoint = open(model.set("desc_act", json!(true)).write().path());
+    assert_eq!(codes(&checkpoint), []);
+    let matrix = checkpoint.gptq(checkpoint.module(Q).unwrap()).unwrap();
+    let weights = matrix.dequantize();
+    for row in [0, 1, 40, 63] {
+        let (scale, code) = (matrix.scales()[row % 2 * HIDDEN + 7], matrix.codes()[row * HIDDEN + 7]);
+        assert_eq!(weights[row * HIDDEN + 7], f16::from_f32(scale * (f32::from(code) - 8.0)), "row {row}");
+    }
 }

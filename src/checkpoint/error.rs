@@ -341,27 +341,8 @@ pub enum Fault {
 
     // Zero points.
     /// The stored zero points of symmetric modules contradict each other.
-    #[error(
-        "the zero points of {} modules are stored as {one_kind} (such as {}) and of {} as {other_kind} \
-         (such as {}): one file has one convention. The label says {}, the producer is {}",
-        .one.len(), .one.first().map_or("", String::as_str),
-        .other.len(), .other.first().map_or("", String::as_str),
-        .label.as_deref().unwrap_or("nothing"), .producer.as_deref().unwrap_or("unknown")
-    )]
-    MixedZeros {
-        /// The convention of `one`.
-        one_kind: &'static str,
-        /// Modules.
-        one: Vec<String>,
-        /// The convention of `other`.
-        other_kind: &'static str,
-        /// Modules that contradict them.
-        other: Vec<String>,
-        /// `checkpoint_format`.
-        label: Option<String>,
-        /// What wrote the file.
-        producer: Option<String>,
-    },
+    #[error(transparent)]
+    MixedZeros(Box<MixedZeros>),
     /// Readers disagree on all-ones fields: 0 or `2^bits`.
     #[error(
         "{count} zero points of {} modules are stored as all ones, which readers take for 0 or for 2^bits",
@@ -384,6 +365,30 @@ pub enum Fault {
         /// Modules that have some.
         modules: Vec<String>,
     },
+}
+
+/// Symmetric modules that contradict each other on how zero points are stored.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the zero points of {} modules are stored as {one_kind} (such as {}) and of {} as {other_kind} (such as {}): \
+     one file has one convention. The label says {}, the producer is {}",
+    .one.len(), .one.first().map_or("", String::as_str),
+    .other.len(), .other.first().map_or("", String::as_str),
+    .label.as_deref().unwrap_or("nothing"), .producer.as_deref().unwrap_or("unknown")
+)]
+pub struct MixedZeros {
+    /// The convention of `one`.
+    pub one_kind: &'static str,
+    /// Modules.
+    pub one: Vec<String>,
+    /// The convention of `other`.
+    pub other_kind: &'static str,
+    /// Modules that contradict them.
+    pub other: Vec<String>,
+    /// `checkpoint_format`.
+    pub label: Option<String>,
+    /// What wrote the file.
+    pub producer: Option<String>,
 }
 
 impl Fault {
@@ -438,7 +443,7 @@ impl Fault {
             Self::Gptq(_) => "checkpoint.gptq",
             Self::Exl2(_) => "checkpoint.exl2",
             Self::OtherLayout { .. } => "checkpoint.other_layout",
-            Self::MixedZeros { .. } => "checkpoint.mixed_zeros",
+            Self::MixedZeros(_) => "checkpoint.mixed_zeros",
             Self::AllOnes { .. } => "checkpoint.all_ones",
             Self::Smear { .. } => "checkpoint.smear",
         }
@@ -469,7 +474,7 @@ impl Fault {
                  exllama, exllamav2 and vLLM compute"
             }
             Self::Smear { .. } => "quantize the model again: no reader can tell these zero points",
-            Self::MixedZeros { .. } => "name the convention that holds for the file, v1 or v2",
+            Self::MixedZeros(_) => "name the convention that holds for the file, v1 or v2",
             Self::Changed => "start again when nothing writes to the checkpoint",
             _ => return None,
         })

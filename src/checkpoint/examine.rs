@@ -266,7 +266,7 @@ impl<'a> Tensors<'a> {
         let stated_rows = stated.group_size.map(|size| size.rows(k));
         let g_idx = GIdx::new(index.as_deref(), k, groups, stated_rows).map_err(|e| match e {
             // Without an index the scales alone tell that no group size fits.
-            gptq::Error::GroupSize { .. } => at("scales", e),
+            gptq::Error::GroupSize { .. } | gptq::Error::GroupCount { .. } => at("scales", e),
             _ => at("g_idx", e),
         })?;
         if let Some(i) = scales.first_not_finite() {
@@ -290,6 +290,7 @@ impl<'a> Tensors<'a> {
     ) -> Error {
         let suffix = match &error {
             gptq::Error::Dimensions { tensor, .. } => *tensor,
+            gptq::Error::GroupCount { .. } => "scales",
             gptq::Error::NoWidthFits { .. } => {
                 let shape = |bits| Shape { in_features: k, out_features: n, bits, groups };
                 let by_rows = Bits::ALL.into_iter().find(|&b| shape(b).qweight() == packed);
@@ -330,7 +331,7 @@ impl<'a> Tensors<'a> {
         if groups.rows() != k {
             return Err(at(exl2::Error::TotalRows { found: groups.rows(), expected: k }));
         }
-        if n == 0 || n % exl2::ROW_UNIT != 0 {
+        if n == 0 || !n.is_multiple_of(exl2::ROW_UNIT) {
             return Err(at(exl2::Error::Columns { found: n }));
         }
         q_scale.matrix()?;
@@ -380,6 +381,7 @@ pub(super) fn tensor_of(error: &exl2::Error) -> &'static str {
         | E::RisingWidth { .. }
         | E::Offset { .. }
         | E::GroupRows { .. }
+        | E::LongGroup { .. }
         | E::TotalRows { .. } => "q_groups",
         E::Permutation(_) => "q_invperm",
         E::Ceiling { .. } | E::VanishingGroup { .. } | E::Overflow { .. } => "q_scale_max",

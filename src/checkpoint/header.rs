@@ -39,10 +39,18 @@ pub(super) struct Header {
 }
 
 /// What is wrong, and with which tensor.
-pub(super) type Lie = (Option<String>, Fault);
+#[derive(Debug)]
+pub(super) struct Lie {
+    pub(super) tensor: Option<String>,
+    pub(super) fault: Box<Fault>,
+}
 
 fn of_file(fault: Fault) -> Lie {
-    (None, fault)
+    Lie { tensor: None, fault: Box::new(fault) }
+}
+
+fn of_tensor(name: impl Into<String>, fault: Fault) -> Lie {
+    Lie { tensor: Some(name.into()), fault: Box::new(fault) }
 }
 
 impl Header {
@@ -69,10 +77,10 @@ impl Header {
         for (name, entry) in raw {
             match entry.check() {
                 Ok((dtype, shape, bytes)) => tensors.push(Entry { name, dtype, shape, bytes }),
-                Err(fault) => return Err((Some(name), fault)),
+                Err(fault) => return Err(of_tensor(name, fault)),
             }
         }
-        tensors.sort_by(|a, b| (a.bytes.start, a.bytes.end).cmp(&(b.bytes.start, b.bytes.end)));
+        tensors.sort_by_key(|tensor| (tensor.bytes.start, tensor.bytes.end));
         let len = 8 + text.len();
         check_tiling(&tensors, len, data.len())?;
         for tensor in &mut tensors {
@@ -105,18 +113,18 @@ fn check_tiling(tensors: &[Entry], header: usize, data: usize) -> Result<(), Lie
         if begin < end {
             let with = before.map(|t| t.name.clone()).unwrap_or_default();
             let shared = end.min(tensor.bytes.end) - begin;
-            return Err((Some(tensor.name.clone()), Fault::Overlap { with, shared: shared as u64 }));
+            return Err(of_tensor(&tensor.name, Fault::Overlap { with, shared: shared as u64 }));
         }
         if begin > end {
             let unused = (begin - end) as u64;
-            return Err((Some(tensor.name.clone()), Fault::Gap { unused }));
+            return Err(of_tensor(&tensor.name, Fault::Gap { unused }));
         }
         end = tensor.bytes.end;
         before = Some(tensor);
     }
     let (found, expected) = ((header + data) as u64, header as u64 + end as u64);
     if let Some(cut) = tensors.iter().find(|t| t.bytes.end > data) {
-        return Err((Some(cut.name.clone()), Fault::Truncated { found, expected }));
+        return Err(of_tensor(&cut.name, Fault::Truncated { found, expected }));
     }
     if data > end {
         return Err(of_file(Fault::TrailingBytes { found, expected }));
@@ -162,14 +170,15 @@ fn parse_json(text: &[u8]) -> Result<Raw, Lie> {
     let parsed = HeaderSeed(&state).deserialize(&mut json).and_then(|raw| json.end().map(|()| raw));
     parsed.map_err(|e| {
         if let Some(name) = state.repeated.take() {
-            return (Some(name), Fault::RepeatedTensor);
+            return of_tensor(name, Fault::RepeatedTensor);
         }
         // A wrong value inside an entry is that tensor's; broken JSON is the file's.
-        let tensor = state.current.take().filter(|_| e.is_data());
+        let is_json = || serde_json::from_slice::<serde::de::IgnoredAny>(text).is_ok();
+        let tensor = state.current.take().filter(|_| is_json());
         let message = e.to_string();
         match tensor {
-            Some(name) => (Some(name), Fault::TensorEntry { message }),
-            None => (None, Fault::HeaderNotJson { message }),
+            Some(name) => of_tensor(name, Fault::TensorEntry { message }),
+            None => of_file(Fault::HeaderNotJson { message }),
         }
     })
 }

@@ -38,7 +38,7 @@ mod zeros;
 
 pub use config::{CONFIG, GroupSize, Producer, QuantConfig};
 pub use dynamic::{Overrides, Resolved, Rules, Verdict};
-pub use error::{Error, Fault};
+pub use error::{Error, Fault, MixedZeros};
 pub use module::{Bias, Exl2, Gptq, Layout, Module};
 pub use shards::Shard;
 pub use tensor::{TensorInfo, TensorView};
@@ -68,6 +68,7 @@ pub struct Checkpoint {
     config: Map<String, Value>,
     quant: Option<QuantConfig>,
     known: Option<(&'static Architecture, Dims)>,
+    naming: ExpertNames,
     shards: Shards,
     modules: Vec<Module>,
     by_name: open::ByName,
@@ -112,7 +113,7 @@ impl Checkpoint {
 
     /// How its files name the linears of an MLP; the usual names for an unknown architecture.
     pub fn naming(&self) -> ExpertNames {
-        self.architecture().map_or(ExpertNames::MLP, |arch| open::naming(arch, &self.shards))
+        self.naming
     }
 
     /// All linears, block by block, `lm_head` last. Of an unknown architecture: those that tensors show.

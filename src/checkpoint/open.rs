@@ -8,7 +8,7 @@ use super::report;
 use super::shards::Shards;
 use super::zeros::{self, Claims, Surveyed, Zeros};
 use super::{Checkpoint, OpenOptions};
-use crate::arch::{self, Architecture, Dims};
+use crate::arch::{self, Architecture, Dims, ExpertNames};
 use crate::warning::{Warning, WarningCode};
 use rayon::prelude::*;
 use serde_json::{Map, Value};
@@ -32,13 +32,15 @@ pub(super) fn open(dir: &Path, options: &OpenOptions) -> Result<Checkpoint, Erro
     warnings.extend(shards.warnings.iter().cloned());
 
     let known = known_architecture(dir, &model, &mut warnings)?;
+    let has = |prefix: &str| shards.tensors.iter().any(|t| t.name().starts_with(prefix));
+    let naming = known.as_ref().map_or(ExpertNames::MLP, |(arch, _)| arch.naming(has));
     let wanted = match &known {
-        Some((arch, dims)) => expected_modules(&shards, arch, dims)?,
+        Some((arch, dims)) => expected_modules(&shards, arch, dims, naming)?,
         None => modules_by_tensors(&shards),
     };
     let found = examine_all(dir, &shards, &wanted, quant.as_ref(), known.as_ref())?;
     if let Some((arch, dims)) = &known {
-        check_rest(&shards, arch, dims, &wanted)?;
+        check_rest(&shards, arch, dims, naming, &wanted)?;
     }
     report::contradictions(&wanted, &found, quant.as_ref(), &mut warnings);
 
@@ -61,6 +63,7 @@ pub(super) fn open(dir: &Path, options: &OpenOptions) -> Result<Checkpoint, Erro
         config: model,
         quant,
         known,
+        naming,
         shards,
         modules,
         by_name,
@@ -94,14 +97,13 @@ fn known_architecture(
     Ok(Some((arch, dims)))
 }
 
-/// How the files name the linears of an MLP.
-pub(super) fn naming(arch: &Architecture, shards: &Shards) -> arch::ExpertNames {
-    arch.naming(|prefix| shards.tensors.iter().any(|t| t.name().starts_with(prefix)))
-}
-
 /// All linears that the architecture has, and the head unless it is tied.
-fn expected_modules(shards: &Shards, arch: &Architecture, dims: &Dims) -> Result<Vec<Wanted>, Error> {
-    let naming = naming(arch, shards);
+fn expected_modules(
+    shards: &Shards,
+    arch: &Architecture,
+    dims: &Dims,
+    naming: ExpertNames,
+) -> Result<Vec<Wanted>, Error> {
     let mut wanted: Vec<Wanted> = arch
         .linears(&within(dims, shards.tensors.len()), naming)
         .into_iter()
@@ -210,7 +212,13 @@ fn examine_all(
 }
 
 /// Checks the tensors beside the linears, and that no quantized module is left over.
-fn check_rest(shards: &Shards, arch: &Architecture, dims: &Dims, wanted: &[Wanted]) -> Result<(), Error> {
+fn check_rest(
+    shards: &Shards,
+    arch: &Architecture,
+    dims: &Dims,
+    naming: ExpertNames,
+    wanted: &[Wanted],
+) -> Result<(), Error> {
     let names: HashSet<&str> = wanted.iter().map(|module| module.name.as_str()).collect();
     for tensor in &shards.tensors {
         if let Some((stem, "qweight" | "q_weight")) = tensor.name().rsplit_once('.')
@@ -221,7 +229,6 @@ fn check_rest(shards: &Shards, arch: &Architecture, dims: &Dims, wanted: &[Wante
         }
     }
     // Every linear was found, so that the number of layers and experts is no lie.
-    let naming = naming(arch, shards);
     for dense in arch.dense_tensors(dims, naming) {
         match shards.tensor(&dense.name) {
             Some(tensor) => tensor.expect_shape(&dense.shape)?,

@@ -1,7 +1,7 @@
 //! Which files hold the weights, and which file each tensor is taken from.
 
 use super::error::{Error, Fault};
-use super::header::Header;
+use super::header::{Entry, Header, Lie};
 use super::json::Entries;
 use super::mapped::Mapped;
 use super::tensor::{TensorInfo, TensorView};
@@ -162,8 +162,8 @@ impl Shards {
         Ok(())
     }
 
-    fn push(&mut self, file: usize, entry: super::header::Entry) {
-        let super::header::Entry { name, dtype, shape, bytes } = entry;
+    fn push(&mut self, file: usize, entry: Entry) {
+        let Entry { name, dtype, shape, bytes } = entry;
         self.by_name.insert(name.clone(), self.tensors.len());
         self.tensors.push(TensorInfo { name, dtype, shape, file, bytes });
     }
@@ -193,11 +193,8 @@ impl Shards {
 fn open_shard(dir: &Path, name: &str) -> Result<(Shard, Header), Error> {
     let path = dir.join(name);
     let map = Mapped::open(&path).map_err(|e| Error::new(&path, e))?;
-    let header = Header::parse(map.bytes()).map_err(|(tensor, fault)| Error {
-        file: path,
-        tensor,
-        fault: Box::new(fault),
-    })?;
+    let header =
+        Header::parse(map.bytes()).map_err(|Lie { tensor, fault }| Error { file: path, tensor, fault })?;
     Ok((Shard { name: name.into(), map, header_len: header.len }, header))
 }
 
@@ -290,15 +287,27 @@ impl Index {
             used = Some(index);
         }
         if let Some(used) = &used {
-            for name in listing.weights.iter().filter(|name| !used.shards.contains(name)) {
-                warnings.push(Warning {
-                    code: WarningCode::FileIgnored,
-                    subject: name.clone(),
-                    message: format!("{} doesn't name this file, so it isn't read.", used.file),
-                });
-            }
+            let strays = listing.weights.iter().filter(|name| !used.shards.contains(name));
+            warnings.extend(strays.map(|name| used.ignored(dir, name)));
         }
         Ok(used)
+    }
+
+    /// Tells of a file that the index doesn't name, and of what it holds too.
+    fn ignored(&self, dir: &Path, name: &str) -> Warning {
+        let header = open_shard(dir, name).map(|(_, header)| header).unwrap_or_default();
+        let copies = header.tensors.iter().filter_map(|tensor| {
+            self.shard_of.get(&tensor.name).map(|&shard| (tensor.name.as_str(), self.shards[shard].as_str()))
+        });
+        let copies: Vec<(&str, &str)> = copies.collect();
+        let mut message = format!("{} doesn't name this file, so it isn't read.", self.file);
+        if let Some((tensor, shard)) = copies.first() {
+            message += &format!(
+                " Of {} tensors it holds a copy, such as {tensor}, which is read from {shard}.",
+                copies.len()
+            );
+        }
+        Warning { code: WarningCode::FileIgnored, subject: name.into(), message }
     }
 
     fn parse(dir: &Path, file: &str) -> Result<Self, Error> {

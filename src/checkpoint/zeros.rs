@@ -6,7 +6,7 @@
 //! rule is applied to its files, and other files stay undecided until the user chooses.
 
 use super::config::Producer;
-use super::error::Fault;
+use super::error::{Fault, MixedZeros};
 use crate::warning::{Warning, WarningCode};
 use requant_formats::gptq::{Bits, ZeroConvention, ZeroEncoding, ZeroSurvey};
 use serde::Serialize;
@@ -178,7 +178,7 @@ fn expect_unanimous(
     for (one, other) in [(&v1, &v2), (&swapped, &v2), (&three_bit_v1, &swapped)] {
         if let (Some(&first_one), Some(&first_other)) = (one.first(), other.first()) {
             let kind = |i: usize| votes[i].map_or("", Fingerprint::describe);
-            let fault = Fault::MixedZeros {
+            let mixed = MixedZeros {
                 one_kind: kind(first_one),
                 one: names(one),
                 other_kind: kind(first_other),
@@ -186,6 +186,7 @@ fn expect_unanimous(
                 label: claims.label.map(|label| label.to_string()),
                 producer: claims.producer.map(|producer| producer.to_string()),
             };
+            let fault = Fault::MixedZeros(Box::new(mixed));
             return Err((if one.len() < other.len() { first_one } else { first_other }, fault));
         }
     }

@@ -1,1 +1,251 @@
+//! Writes small checkpoints, right or wrong in one place.
 
+use half::{bf16, f16};
+use requant::formats::gptq::{Bits, Shape, ZeroConvention, encode_zeros, pack_codes};
+use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
+use tempfile::TempDir;
+
+/// A tensor as it will stand in the file.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Tensor {
+    pub(crate) dtype: &'static str,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) bytes: Vec<u8>,
+}
+
+impl Tensor {
+    pub(crate) fn u32s(shape: &[usize], words: &[u32]) -> Self {
+        Self::of("I32", shape, bytemuck::cast_slice(words))
+    }
+
+    pub(crate) fn i32s(shape: &[usize], numbers: &[i32]) -> Self {
+        Self::of("I32", shape, bytemuck::cast_slice(numbers))
+    }
+
+    pub(crate) fn i64s(shape: &[usize], numbers: &[i64]) -> Self {
+        Self::of("I64", shape, bytemuck::cast_slice(numbers))
+    }
+
+    pub(crate) fn f16s(shape: &[usize], numbers: &[f32]) -> Self {
+        let halves: Vec<f16> = numbers.iter().map(|&f| f16::from_f32(f)).collect();
+        Self::of("F16", shape, bytemuck::cast_slice(&halves))
+    }
+
+    pub(crate) fn bf16s(shape: &[usize], numbers: &[f32]) -> Self {
+        let halves: Vec<bf16> = numbers.iter().map(|&f| bf16::from_f32(f)).collect();
+        Self::of("BF16", shape, bytemuck::cast_slice(&halves))
+    }
+
+    pub(crate) fn f32s(shape: &[usize], numbers: &[f32]) -> Self {
+        Self::of("F32", shape, bytemuck::cast_slice(numbers))
+    }
+
+    pub(crate) fn of(dtype: &'static str, shape: &[usize], bytes: &[u8]) -> Self {
+        Self { dtype, shape: shape.to_vec(), bytes: bytes.to_vec() }
+    }
+}
+
+/// Tensors by name.
+pub(crate) type Tensors = BTreeMap<String, Tensor>;
+
+/// The bytes of a safetensors file, after `edit` had its way with the header.
+pub(crate) fn safetensors(tensors: &Tensors, edit: impl FnOnce(&mut Map<String, Value>)) -> Vec<u8> {
+    let mut header = Map::new();
+    header.insert("__metadata__".into(), json!({"format": "pt"}));
+    let mut data: Vec<u8> = Vec::new();
+    for (name, tensor) in tensors {
+        let begin = data.len();
+        data.extend(&tensor.bytes);
+        let offsets = [begin, data.len()];
+        let entry = json!({"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets});
+        header.insert(name.clone(), entry);
+    }
+    edit(&mut header);
+    let header = serde_json::to_vec(&header).unwrap();
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header);
+    file.extend(data);
+    file
+}
+
+/// How a GPTQ module is to be stored.
+#[derive(Clone, Debug)]
+pub(crate) struct Quantized {
+    pub(crate) bits: u32,
+    pub(crate) group_size: usize,
+    pub(crate) convention: ZeroConvention,
+    /// Zero point of a group and column.
+    pub(crate) zero: fn(usize, usize) -> u16,
+}
+
+impl Default for Quantized {
+    fn default() -> Self {
+        Self { bits: 4, group_size: 32, convention: ZeroConvention::V1, zero: |_, _| 8 }
+    }
+}
+
+/// The four tensors of a module `[k, n]`, its codes and scales derived from their places.
+pub(crate) fn gptq_module(tensors: &mut Tensors, name: &str, k: usize, n: usize, how: &Quantized) {
+    let bits = Bits::try_from(how.bits).unwrap();
+    let groups = k.div_ceil(how.group_size);
+    let shape = Shape { in_features: k, out_features: n, bits, groups };
+    let codes: Vec<u8> = (0..k * n).map(|i| ((i * 7 + i / n * 3) as u32 & bits.max_code()) as u8).collect();
+    let zeros: Vec<u16> = (0..groups * n).map(|i| (how.zero)(i / n, i % n)).collect();
+    let scales: Vec<f32> = (0..groups * n).map(|i| 0.005 + 0.0001 * (i % 97) as f32).collect();
+    let g_idx: Vec<i32> = (0..k).map(|row| (row / how.group_size) as i32).collect();
+    let qzeros = encode_zeros(&shape, &zeros, how.convention).unwrap();
+    let mut put = |suffix: &str, tensor| tensors.insert(format!("{name}.{suffix}"), tensor);
+    put("qweight", Tensor::u32s(&shape.qweight(), &pack_codes(&shape, &codes).unwrap()));
+    put("qzeros", Tensor::u32s(&shape.qzeros(), &qzeros));
+    put("scales", Tensor::f16s(&shape.scales(), &scales));
+    put("g_idx", Tensor::i32s(&[k], &g_idx));
+}
+
+/// Rows of the embedding.
+pub(crate) const VOCAB: usize = 48;
+/// Hidden size.
+pub(crate) const HIDDEN: usize = 64;
+/// Size between gate and down.
+pub(crate) const INTERMEDIATE: usize = 96;
+
+/// The module that tests break.
+pub(crate) const Q: &str = "model.layers.0.self_attn.q_proj";
+/// The module with another k than the others.
+pub(crate) const DOWN: &str = "model.layers.0.mlp.down_proj";
+
+/// Its seven linears: name, k, n.
+pub(crate) const LINEARS: [(&str, usize, usize); 7] = [
+    ("model.layers.0.self_attn.q_proj", HIDDEN, HIDDEN),
+    ("model.layers.0.self_attn.k_proj", HIDDEN, HIDDEN),
+    ("model.layers.0.self_attn.v_proj", HIDDEN, HIDDEN),
+    ("model.layers.0.self_attn.o_proj", HIDDEN, HIDDEN),
+    ("model.layers.0.mlp.gate_proj", HIDDEN, INTERMEDIATE),
+    ("model.layers.0.mlp.up_proj", HIDDEN, INTERMEDIATE),
+    ("model.layers.0.mlp.down_proj", INTERMEDIATE, HIDDEN),
+];
+
+/// A checkpoint of one Llama block, to be changed and then written.
+#[derive(Clone, Debug)]
+pub(crate) struct Model {
+    pub(crate) config: Value,
+    /// quantize_config.json, and `quantization_config` of config.json.
+    pub(crate) quant: Option<Value>,
+    pub(crate) tensors: Tensors,
+}
+
+impl Model {
+    /// All linears stored as `how` says.
+    pub(crate) fn new(how: &Quantized) -> Self {
+        let mut tensors = Tensors::new();
+        for (name, k, n) in LINEARS {
+            gptq_module(&mut tensors, name, k, n, how);
+        }
+        let ramp = |rows: usize, columns: usize| -> Vec<f32> {
+            (0..rows * columns).map(|i| (i % 31) as f32 * 0.01 - 0.15).collect()
+        };
+        for name in ["model.embed_tokens.weight", "lm_head.weight"] {
+            tensors.insert(name.into(), Tensor::f16s(&[VOCAB, HIDDEN], &ramp(VOCAB, HIDDEN)));
+        }
+        for name in
+            ["model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"]
+        {
+            tensors.insert(format!("{name}.weight"), Tensor::f16s(&[HIDDEN], &[1.0; HIDDEN]));
+        }
+        let format = if how.convention == ZeroConvention::V1 { "gptq" } else { "gptq_v2" };
+        let quant = json!({
+            "bits": how.bits, "group_size": how.group_size, "desc_act": false, "sym": true,
+            "quant_method": "gptq", "checkpoint_format": format
+        });
+        let config = json!({
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN,
+            "intermediate_size": INTERMEDIATE, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 32, "vocab_size": VOCAB, "tie_word_embeddings": false
+        });
+        Self { config, quant: Some(quant), tensors }
+    }
+
+    /// One key of the quantization's configuration.
+    pub(crate) fn set(&mut self, key: &str, value: Value) -> &mut Self {
+        self.quant.as_mut().unwrap()[key] = value;
+        self
+    }
+
+    /// A tensor of a module.
+    pub(crate) fn tensor(&mut self, module: &str, suffix: &str) -> &mut Tensor {
+        self.tensors.get_mut(&format!("{module}.{suffix}")).unwrap()
+    }
+
+    /// Replaces a tensor of a module.
+    pub(crate) fn put(&mut self, module: &str, suffix: &str, tensor: Tensor) -> &mut Self {
+        self.tensors.insert(format!("{module}.{suffix}"), tensor);
+        self
+    }
+
+    /// Removes a tensor of every module.
+    pub(crate) fn remove_all(&mut self, suffix: &str) -> &mut Self {
+        self.tensors.retain(|name, _| !name.ends_with(&format!(".{suffix}")));
+        self
+    }
+
+    /// Overwrites the first words of a module's qzeros.
+    pub(crate) fn zero_words(&mut self, module: &str, words: &[u32]) -> &mut Self {
+        let bytes = bytemuck::cast_slice(words);
+        self.tensor(module, "qzeros").bytes[..bytes.len()].copy_from_slice(bytes);
+        self
+    }
+
+    /// Writes the configuration.
+    pub(crate) fn write_config(&self, dir: &Path) {
+        let mut config = self.config.clone();
+        if let Some(quant) = &self.quant {
+            config["quantization_config"] = quant.clone();
+            write_json(&dir.join("quantize_config.json"), quant);
+        }
+        write_json(&dir.join("config.json"), &config);
+    }
+
+    /// Writes everything, in one file.
+    pub(crate) fn write(&self) -> TempDir {
+        self.write_edited(|_| {})
+    }
+
+    /// Writes everything, the header edited.
+    pub(crate) fn write_edited(&self, edit: impl FnOnce(&mut Map<String, Value>)) -> TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        self.write_config(dir.path());
+        std::fs::write(dir.path().join("model.safetensors"), safetensors(&self.tensors, edit)).unwrap();
+        dir
+    }
+
+    /// Writes shards, each tensor into that which `shard_of` gives, with or without an index.
+    pub(crate) fn write_shards(&self, shard_of: impl Fn(&str) -> &'static str, index: bool) -> TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        self.write_config(dir.path());
+        let mut shards: BTreeMap<&str, Tensors> = BTreeMap::new();
+        for (name, tensor) in &self.tensors {
+            shards.entry(shard_of(name)).or_default().insert(name.clone(), tensor.clone());
+        }
+        for (shard, tensors) in &shards {
+            std::fs::write(dir.path().join(shard), safetensors(tensors, |_| {})).unwrap();
+        }
+        if index {
+            let map: BTreeMap<&String, &str> =
+                self.tensors.keys().map(|name| (name, shard_of(name))).collect();
+            write_index(dir.path(), &json!(map));
+        }
+        dir
+    }
+}
+
+/// Writes `model.safetensors.index.json`.
+pub(crate) fn write_index(dir: &Path, weight_map: &Value) {
+    let index = json!({"metadata": {"total_size": 0}, "weight_map": weight_map});
+    write_json(&dir.join("model.safetensors.index.json"), &index);
+}
+
+/// Writes a JSON file.
+pub(crate) fn write_json(path: &Path, value: &Value) {
+    std::fs::write(path, serde_json::to_vec_pretty(value).unwrap()).unwrap();
+}
