@@ -10,26 +10,13 @@ use requant::formats::gptq::GIdxKind;
 use serde_json::{Value, json};
 use std::path::Path;
 use support::writer::{
-    DOWN, HIDDEN, INTERMEDIATE, Model, Q, Quantized, Tensor, VOCAB, safetensors, write_index, write_json,
+    DOWN, HIDDEN, INTERMEDIATE, MakeFloats, Model, Q, Quantized, Tensor, VOCAB, safetensors, write_index,
+    write_json,
 };
-use support::{folder, sha256};
+use support::{codes, folder, hashes, open, sha256};
 
 fn json_of(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
-}
-
-fn open(dir: &Path) -> Checkpoint {
-    Checkpoint::open(dir, &OpenOptions::default()).unwrap_or_else(|e| panic!("{e:#}"))
-}
-
-fn codes(checkpoint: &Checkpoint) -> Vec<WarningCode> {
-    checkpoint.warnings().iter().map(|warning| warning.code).collect()
-}
-
-/// Hashes of all modules, in order.
-fn hashes(checkpoint: &Checkpoint) -> Vec<String> {
-    let modules = checkpoint.modules().iter();
-    modules.map(|module| sha256(&checkpoint.dequantize(module).unwrap_or_else(|e| panic!("{e:#}")))).collect()
 }
 
 /// Compares every module with `expected.json`, both ways.
@@ -434,7 +421,7 @@ fn a_config_that_claims_quantization_over_dense_tensors_is_told() {
 fn scales_of_every_float_type_decode_exactly() {
     let values: Vec<f32> = (0..2 * HIDDEN).map(|i| 0.25 + 0.25 * (i % 7) as f32).collect();
     let shape = [2, HIDDEN];
-    let makers: [fn(&[usize], &[f32]) -> Tensor; 3] = [Tensor::f16s, Tensor::bf16s, Tensor::f32s];
+    let makers: [MakeFloats; 3] = [Tensor::f16s, Tensor::bf16s, Tensor::f32s];
     let decoded = makers.map(|make| {
         let mut model = Model::new(&Quantized::default());
         let dir = model.put(Q, "scales", make(&shape, &values)).write();
@@ -503,58 +490,10 @@ fn an_unknown_architecture_is_read_by_its_tensors() {
     assert_eq!((checkpoint.modules().len(), checkpoint.architecture().is_none()), (8, true));
     let mut found = hashes(&checkpoint);
     let mut whole = whole;
-    (found.sort(), whole.sort());
+    found.sort();
+    whole.sort();
     assert_eq!(found, whole);
     // Without g_idx, k comes from the words.
     let checkpoint = open(model.remove_all("g_idx").write().path());
     assert_eq!(checkpoint.module(DOWN).unwrap().in_features(), INTERMEDIATE);
-}
-
-// g_idx.
-
-fn q_kind(model: &Model) -> (GIdxKind, Vec<String>, Vec<WarningCode>) {
-    let checkpoint = open(model.write().path());
-    let Layout::Gptq(stored) = checkpoint.module(Q).unwrap().layout() else { panic!() };
-    (stored.g_idx, hashes(&checkpoint), codes(&checkpoint))
-}
-
-#[test]
-fn g_idx_absent_empty_or_a_leftover_of_zeros_means_rows_in_order() {
-    let mut model = Model::new(&Quantized::default());
-    let (kind, whole, _) = q_kind(&model);
-    assert_eq!(kind, GIdxKind::Sequential);
-    for (tensor, kind) in [
-        (Tensor::i32s(&[0], &[]), GIdxKind::Absent),
-        (Tensor::i32s(&[HIDDEN], &[0; HIDDEN]), GIdxKind::ZeroLeftover),
-    ] {
-        assert_eq!(q_kind(model.put(Q, "g_idx", tensor)), (kind, whole.clone(), vec![]));
-    }
-}
-
-#[test]
-fn g_idx_of_int64_is_the_same() {
-    let mut model = Model::new(&Quantized::default());
-    let (_, whole, _) = q_kind(&model);
-    let rows: Vec<i64> = (0..HIDDEN as i64).map(|row| row / 32).collect();
-    let wide = q_kind(model.put(Q, "g_idx", Tensor::i64s(&[HIDDEN], &rows)));
-    assert_eq!(wide, (GIdxKind::Sequential, whole, vec![]));
-}
-
-#[test]
-fn act_order_counts_even_if_the_config_denies_it() {
-    let mut model = Model::new(&Quantized::default());
-    let (_, whole, _) = q_kind(&model);
-    let rows: Vec<i32> = (0..HIDDEN as i32).map(|row| row % 2).collect();
-    model.put(Q, "g_idx", Tensor::i32s(&[HIDDEN], &rows));
-    let (kind, permuted, warnings) = q_kind(&model);
-    assert_eq!((kind, warnings), (GIdxKind::ActOrder, vec![WarningCode::ActOrderDenied]));
-    assert_ne!(permuted, whole);
-    let checkpoint = open(model.set("desc_act", json!(true)).write().path());
-    assert_eq!(codes(&checkpoint), []);
-    let matrix = checkpoint.gptq(checkpoint.module(Q).unwrap()).unwrap();
-    let weights = matrix.dequantize();
-    for row in [0, 1, 40, 63] {
-        let (scale, code) = (matrix.scales()[row % 2 * HIDDEN + 7], matrix.codes()[row * HIDDEN + 7]);
-        assert_eq!(weights[row * HIDDEN + 7], f16::from_f32(scale * (f32::from(code) - 8.0)), "row {row}");
-    }
 }

@@ -8,8 +8,8 @@ use requant::checkpoint::{AllOnes, Checkpoint, Fault, Layout, OpenOptions, ZeroE
 use requant::formats::gptq::{ZeroConvention, ZeroEncoding};
 use requant::{Diagnose, WarningCode};
 use serde_json::json;
-use support::sha256;
 use support::writer::{DOWN, HIDDEN, INTERMEDIATE, LINEARS, Model, Q, Quantized, gptq_module};
+use support::{codes, hashes};
 
 fn open_with(model: &Model, options: &OpenOptions) -> (tempfile::TempDir, Checkpoint) {
     let dir = model.write();
@@ -21,10 +21,6 @@ fn open(model: &Model) -> (tempfile::TempDir, Checkpoint) {
     open_with(model, &OpenOptions::default())
 }
 
-fn codes(checkpoint: &Checkpoint) -> Vec<WarningCode> {
-    checkpoint.warnings().iter().map(|warning| warning.code).collect()
-}
-
 fn zeros_of(checkpoint: &Checkpoint, module: &str) -> Zeros {
     let Layout::Gptq(stored) = checkpoint.module(module).unwrap().layout() else { panic!("{module}") };
     stored.zeros
@@ -34,11 +30,6 @@ fn zeros_of(checkpoint: &Checkpoint, module: &str) -> Zeros {
 fn points(checkpoint: &Checkpoint, module: &str, count: usize) -> Vec<u16> {
     let matrix = checkpoint.gptq(checkpoint.module(module).unwrap()).unwrap_or_else(|e| panic!("{e:#}"));
     matrix.zeros()[..count].to_vec()
-}
-
-fn hashes(checkpoint: &Checkpoint) -> Vec<String> {
-    let modules = checkpoint.modules().iter();
-    modules.map(|module| sha256(&checkpoint.dequantize(module).unwrap_or_else(|e| panic!("{e:#}")))).collect()
 }
 
 /// An asymmetric model without a zero point of 0.

@@ -47,6 +47,9 @@ impl Tensor {
     }
 }
 
+/// Makes a float tensor of some type: [`Tensor::f16s`] and its like.
+pub(crate) type MakeFloats = fn(&[usize], &[f32]) -> Tensor;
+
 /// Tensors by name.
 pub(crate) type Tensors = BTreeMap<String, Tensor>;
 
