@@ -17,13 +17,13 @@ pub(super) struct Arguments {
     /// A directory with config.json and .safetensors files.
     source: PathBuf,
     /// The layout to convert to.
-    #[arg(long)]
+    #[arg(long, value_name = "LAYOUT")]
     to: Layout,
     /// The directory to write, which must not exist yet.
     #[arg(long, value_name = "DIR", required_unless_present = "dry_run")]
     out: Option<PathBuf>,
     /// Stored bits a weight of the decoder's linears, at most; widths are chosen by measured error.
-    #[arg(long)]
+    #[arg(long, value_name = "BITS", allow_negative_numbers = true)]
     bpw: Option<f64>,
     /// One width for all of the decoder's linears: 2, 3, 4, 5, 6 or 8.
     #[arg(long, value_name = "N", value_parser = parse_bits)]
@@ -53,7 +53,7 @@ pub(super) struct Arguments {
     #[arg(long)]
     dry_run: bool,
     /// How progress is shown.
-    #[arg(long, value_enum, default_value_t = Style::Auto)]
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = Style::Auto)]
     progress: Style,
 }
 
@@ -100,15 +100,14 @@ impl Arguments {
         let progress = Progress::new(self.progress);
         let plan = Plan::new(&checkpoint, &options, &progress);
         progress.finish();
-        let plan = plan?;
+        let mut plan = plan?;
         let Some(out) = self.out.as_ref().filter(|_| !self.dry_run) else {
-            let mut warnings = checkpoint.warnings().to_vec();
-            warnings.extend(plan.warnings.iter().cloned());
+            plan.warnings.splice(..0, checkpoint.warnings().iter().cloned());
             if json {
                 return print::stdout(&(serde_json::to_string_pretty(&plan).unwrap_or_default() + "\n"));
             }
             let totals = totals_line(&plan);
-            return print::stdout(&(plan_table(&plan) + "\n" + &totals + &print::warnings(&warnings)));
+            return print::stdout(&(plan_table(&plan) + "\n" + &totals + &print::warnings(&plan.warnings)));
         };
         let shards = ConvertOptions { shard_size: self.shard_size };
         let report = convert(&checkpoint, &plan, out, &shards, &progress);
@@ -229,12 +228,15 @@ fn widths(widths: &[(Bits, usize)]) -> String {
 
 fn totals_line(plan: &Plan) -> String {
     let totals = &plan.totals;
+    let by_exllamav2 = match totals.exllamav2_bpw == totals.bpw {
+        true => String::new(),
+        false => format!(" ({:.4} as exllamav2 counts, without biases)", totals.exllamav2_bpw),
+    };
     let mut text = format!(
-        "{} of tensors; {} weights at {:.4} bpw ({:.4} as exllamav2 counts); whole file {:.4} bits a weight\n",
+        "{} of tensors; {} weights at {:.4} bpw{by_exllamav2}; whole file {:.4} bits a weight\n",
         print::bytes(totals.tensor_bytes),
         print::count(totals.quantized_weights),
         totals.bpw,
-        totals.exllamav2_bpw,
         totals.file_bpw,
     );
     if let Some(objective) = &plan.objective {

@@ -33,7 +33,7 @@ fn text(inspection: &Inspection) -> String {
     let totals = &inspection.totals;
     let mut text = String::new();
     text.push_str(&format!(
-        "{}, {} in {} of {}\n\n",
+        "{}, {} in {} {}\n\n",
         inspection.architecture.as_deref().unwrap_or("no architecture given"),
         print::bytes(totals.tensor_bytes),
         inspection.files.len(),

@@ -64,12 +64,18 @@ pub(super) fn by_error(
 
 fn budget(jobs: &[&Job<'_>], bpw: f64, weights: u64) -> Result<u64, Error> {
     let (lowest, highest) = range(jobs);
-    let bits = bpw * weights as f64;
+    let bits = whole(bpw * weights as f64);
     // More than the dearest options is no error of size, but not what was asked for either.
     if bits.is_nan() || bits < lowest as f64 || bits > highest as f64 {
         return Err(infeasible(jobs, bpw, weights));
     }
     Ok(bits as u64)
+}
+
+/// A number that is whole but for the rounding of a quotient and a product; any other as it is.
+fn whole(bits: f64) -> f64 {
+    let whole = bits.round();
+    if (bits - whole).abs() <= 2.0 * f64::EPSILON * whole { whole } else { bits }
 }
 
 fn range(jobs: &[&Job<'_>]) -> (u64, u64) {

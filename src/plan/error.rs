@@ -16,7 +16,7 @@ pub enum Error {
     #[error("no module would be quantized")]
     NothingToQuantize,
     /// The target is below or above what the format can do for this model.
-    #[error("{asked} bpw can't be reached: this model goes from {lowest:.4} to {highest:.4} bpw")]
+    #[error("{asked} bpw can't be reached: this model goes from {:.4} to {:.4} bpw", up(*lowest), down(*highest))]
     Infeasible {
         /// bpw asked for.
         asked: f64,
@@ -93,6 +93,15 @@ pub enum Error {
     },
 }
 
+/// Four digits, rounded such that the number itself can be reached.
+fn up(bpw: f64) -> f64 {
+    (bpw * 1e4).ceil() / 1e4
+}
+
+fn down(bpw: f64) -> f64 {
+    (bpw * 1e4).floor() / 1e4
+}
+
 impl Diagnose for Error {
     fn code(&self) -> &'static str {
         match self {
@@ -143,7 +152,9 @@ impl Diagnose for Error {
             Self::NothingToQuantize => {
                 "the source has no quantized module of sizes that EXL2 can hold (multiples of 32)".into()
             }
-            Self::Infeasible { lowest, highest, .. } => format!("choose a --bpw from {lowest:.4} to {highest:.4}"),
+            Self::Infeasible { lowest, highest, .. } => {
+                format!("choose a --bpw from {:.4} to {:.4}", up(*lowest), down(*highest))
+            }
             Self::AlreadyExl2 { .. } => "convert from the GPTQ checkpoint that it was made of".into(),
             Self::DenseMember { .. } => {
                 "use --dense-members quantize (it gets the widest option) or dequantize-set (the set becomes fp16)"

@@ -181,6 +181,11 @@ impl Plan {
             let found = checkpoint.config().get("architectures").map(ToString::to_string);
             return Err(Error::Architecture { found }.into());
         };
+        if let Target::Uniform { group_size, .. } = options.target
+            && (group_size == 0 || group_size % ROW_UNIT != 0)
+        {
+            return Err(Error::GroupSize { found: group_size }.into());
+        }
         checkpoint.require_decodable()?;
         let (members, mut warnings) = sets::members(checkpoint, arch, dims, options)?;
         rules::check_used(&options.set, &members)?;
@@ -193,7 +198,10 @@ impl Plan {
             return Err(Error::NothingToQuantize.into());
         }
         let (outcomes, objective) = match options.target {
-            Target::Uniform { .. } => (quantized.iter().map(|job| job.only_outcome()).collect(), None),
+            Target::Uniform { .. } => {
+                let outcomes = quantized.iter().map(|job| job.only_outcome(checkpoint));
+                (outcomes.collect::<Result<_, _>>()?, None)
+            }
             Target::Bpw(bpw) => {
                 let (outcomes, objective) = choose::by_error(checkpoint, &quantized, bpw, observer)?;
                 (outcomes, Some(objective))

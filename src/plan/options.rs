@@ -7,7 +7,7 @@ use crate::arch::Role;
 use crate::checkpoint::{Checkpoint, Layout};
 use crate::quantize::{RowOrder, Samples, Source, fit_group};
 use rayon::prelude::*;
-use requant_formats::exl2::{Bits, ROW_UNIT};
+use requant_formats::exl2::Bits;
 use serde::Serialize;
 use std::ops::Range;
 
@@ -96,9 +96,6 @@ impl<'a> Job<'a> {
         let (mut group_sizes, asked) = match options.target {
             Target::Bpw(_) => (aligned_group_sizes(member), Bits::ALL.to_vec()),
             Target::Uniform { bits, group_size } => {
-                if group_size == 0 || group_size % ROW_UNIT != 0 {
-                    return Err(Error::GroupSize { found: group_size });
-                }
                 (vec![group_size], vec![min.map_or(bits, |min| min.max(bits))])
             }
         };
@@ -139,17 +136,20 @@ impl<'a> Job<'a> {
     }
 
     /// The outcome where there is one option, which needs no measuring.
-    pub(super) fn only_outcome(&self) -> Outcome {
-        let Some(space) = &self.space else { return Outcome::dense() };
+    pub(super) fn only_outcome(&self, checkpoint: &Checkpoint) -> Result<Outcome, crate::Error> {
+        let Some(space) = &self.space else { return Ok(Outcome::dense()) };
         let (group_size, bits) = (space.group_sizes[0], space.widths[0]);
         let k = self.member.linear.in_features;
         let straddling_groups = match self.member.module.layout() {
             Layout::Gptq(gptq) if space.order == RowOrder::Grouped && gptq.equal_groups => {
                 straddling(k, gptq.group_size, group_size)
             }
+            Layout::Gptq(_) => {
+                source(checkpoint, self.member.module, space.order)?.cut(group_size).straddling
+            }
             _ => 0,
         };
-        Outcome {
+        Ok(Outcome {
             decision: Decision::Exl2(Exl2Decision {
                 group_size,
                 bits: vec![bits; k.div_ceil(group_size)],
@@ -159,7 +159,7 @@ impl<'a> Job<'a> {
                 relative_error: None,
             }),
             ..Outcome::dense()
-        }
+        })
     }
 
     /// Measures all options.

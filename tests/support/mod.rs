@@ -1,6 +1,7 @@
-//! What the tests of reading share: where the large assets are, and small checkpoints written byte by byte.
+//! What the tests share: where the large assets are, small checkpoints written byte by byte, and the binary.
 #![allow(dead_code)] // Each test binary uses its own part.
 
+pub(crate) mod binary;
 pub(crate) mod writer;
 
 use half::f16;
