@@ -109,19 +109,19 @@ impl Source {
         debug_assert!(group_size % ROW_UNIT == 0);
         let groups: Vec<_> =
             (0..self.k).step_by(group_size).map(|start| start..self.k.min(start + group_size)).collect();
-        let borders = self.borders(0..self.k);
-        let straddling = groups
-            .iter()
-            .filter(|group| {
-                let touching = borders.iter().filter(|b| b.start < group.end && group.start < b.end);
-                let (mut count, mut whole) = (0, true);
-                for border in touching {
-                    count += 1;
-                    whole &= group.start <= border.start && border.end <= group.end;
-                }
-                count > 1 && !whole
-            })
-            .count();
+        let straddling = groups.iter().filter(|places| self.straddles(places)).count();
         Cut { groups, straddling }
+    }
+
+    /// Whether these places hold rows of more than one source group and one of these not whole. In the
+    /// model's own order the rows of a group may lie anywhere.
+    fn straddles(&self, places: &Range<usize>) -> bool {
+        let Weights::Gptq(matrix) = &self.weights else { return false };
+        let groups = matrix.g_idx().groups();
+        let mut rows = vec![0usize; matrix.shape().groups];
+        self.rows.map()[places.clone()].iter().for_each(|&row| rows[groups[row as usize] as usize] += 1);
+        let touched = |group: &u32| rows[*group as usize] > 0;
+        let all_rows = groups.iter().filter(|&group| touched(group)).count();
+        rows.iter().filter(|&&rows| rows > 0).count() > 1 && all_rows != places.len()
     }
 }
