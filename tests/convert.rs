@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
-use support::binary::{Converted, FIXTURE, convert, convert_model, files_in, names_in, refuse, requant};
+use support::binary::{Converted, FIXTURE, convert, files_in, json_of, names_in, refuse, requant};
 use support::writer::{Model, Quantized, Sizes};
 use support::{folder, open};
 
@@ -368,7 +368,7 @@ fn small_shards_keep_a_linears_tensors_together() {
         assert_eq!(shard["file"], format!("model-{:05}-of-{count:05}.safetensors", i + 1));
         assert!(shard["bytes"].as_u64().unwrap() <= 600_000, "{shard}");
     }
-    let index = support::binary::json_of(&converted.out.join("model.safetensors.index.json"));
+    let index = json_of(&converted.out.join("model.safetensors.index.json"));
     let mut shard_of: BTreeMap<&str, &Value> = BTreeMap::new();
     for (tensor, shard) in index["weight_map"].as_object().unwrap() {
         let module = tensor.rsplit_once('.').unwrap().0;
@@ -417,7 +417,7 @@ fn llama_3_scaling_stands_where_exllamav2_looks() {
     let Some(assets) = folder("REQUANT_ASSETS") else { return };
     let converted = convert(&assets.join("tiny/tiny-llama3rope"), &["--bits", "4"]);
     let config = &converted.config;
-    let source = support::binary::json_of(&assets.join("tiny/tiny-llama3rope/config.json"));
+    let source = json_of(&assets.join("tiny/tiny-llama3rope/config.json"));
     let parameters = &source["rope_parameters"];
     assert_eq!(config["rope_theta"], parameters["rope_theta"]);
     let scaling = config["rope_scaling"].as_object().unwrap();
@@ -434,34 +434,6 @@ fn the_source_is_left_as_it_was() {
     let before = files_in(dir.path());
     convert(dir.path(), &["--bits", "3"]);
     assert!(files_in(dir.path()) == before);
-}
-
-#[test]
-fn an_existing_output_is_not_touched() {
-    let dir = tempfile::tempdir().unwrap();
-    let out = dir.path().join("out");
-    std::fs::create_dir(&out).unwrap();
-    std::fs::write(out.join("precious"), "data").unwrap();
-    std::fs::write(dir.path().join("file"), "data").unwrap();
-    for existing in ["out", "file"] {
-        let mut command = requant();
-        command
-            .args(["convert", FIXTURE, "--to", "exl2", "--bits", "4", "--out"])
-            .arg(dir.path().join(existing));
-        let ran = command.output().unwrap();
-        let stderr = String::from_utf8(ran.stderr).unwrap();
-        assert_eq!(ran.status.code(), Some(2), "{stderr}");
-        assert!(stderr.contains(existing) && stderr.contains("exists"), "{stderr}");
-    }
-    assert_eq!(names_in(dir.path()), ["file", "out"]);
-    assert_eq!(files_in(&out), BTreeMap::from([("precious".to_owned(), b"data".to_vec())]));
-    // Nor the leftover of a run that was killed.
-    std::fs::create_dir(dir.path().join("new.partial")).unwrap();
-    std::fs::write(dir.path().join("new.partial/shard"), "data").unwrap();
-    let mut command = requant();
-    command.args(["convert", FIXTURE, "--to", "exl2", "--bits", "4", "--out"]).arg(dir.path().join("new"));
-    assert_eq!(command.output().unwrap().status.code(), Some(2));
-    assert_eq!(names_in(&dir.path().join("new.partial")), ["shard"]);
 }
 
 #[test]
@@ -507,56 +479,8 @@ fn json_on_stdout_is_the_reports_summary() {
     let ran = command.arg(&out).output().unwrap();
     assert_eq!((ran.status.code(), ran.stderr.as_slice()), (Some(0), b"".as_slice()));
     let summary: Value = serde_json::from_slice(&ran.stdout).unwrap();
-    let report = support::binary::json_of(&out.join("report.json"));
+    let report = json_of(&out.join("report.json"));
     for key in ["totals", "mean_relative_error", "shards", "warnings", "objective"] {
         assert_eq!(summary[key], report[key], "{key}");
-    }
-}
-
-#[test]
-fn groups_of_other_sizes_than_the_sources_are_counted_where_they_straddle() {
-    // 96 rows in groups of 48 and of 24: a group of 32 or 64 rows then holds parts of several.
-    let sizes = Sizes { hidden: 96, intermediate: 192, heads: 3, ..Sizes::default() };
-    for group_size in [16, 24, 48] {
-        let model = Model::sized(&Quantized { group_size, ..Quantized::default() }, &sizes);
-        let source = model.write();
-        for flags in [["--bits", "4"].as_slice(), &["--bits", "5", "--group-size", "32"], &["--bpw", "4.9"]] {
-            let converted = convert(source.path(), flags);
-            assert_consistent(&converted, &open(source.path()));
-            assert_eq!(converted.assert_errors(&open(source.path())), 7);
-            let mut straddling = 0;
-            for entry in converted.report["modules"].as_array().unwrap() {
-                let (rows, Some(size)) =
-                    (entry["in_features"].as_u64().unwrap(), entry["group_size"].as_u64())
-                else {
-                    continue; // The dense head.
-                };
-                // Counted anew: groups of which a source group has some rows, but not all.
-                let torn = |border: u64| border % group_size as u64 != 0 && border < rows;
-                let groups = (0..rows).step_by(size as usize).map(|start| (start, rows.min(start + size)));
-                let counted = groups.filter(|&(start, end)| {
-                    let several = start / group_size as u64 != (end - 1) / group_size as u64;
-                    several && (torn(start) || torn(end))
-                });
-                let counted = counted.count() as u64;
-                assert_eq!(entry["straddling_groups"], counted, "{group_size} {flags:?} {}", entry["name"]);
-                straddling += usize::from(counted > 0);
-            }
-            assert_eq!(converted.warnings("straddling_groups").len(), straddling, "{group_size} {flags:?}");
-            assert_eq!(straddling > 0, group_size != 16, "{group_size} {flags:?}");
-        }
-    }
-}
-
-#[test]
-fn a_module_shorter_than_a_group_has_one() {
-    let model = Model::new(&Quantized::default());
-    let converted = convert_model(&model, &["--bits", "4", "--group-size", "128"]);
-    let source = model.write();
-    assert_eq!(converted.assert_errors(&open(source.path())), 7);
-    assert_consistent(&converted, &open(source.path()));
-    for module in converted.checkpoint.modules().iter().filter(|m| m.name() != "lm_head") {
-        let requant::checkpoint::Layout::Exl2(exl2) = module.layout() else { panic!("{}", module.name()) };
-        assert_eq!(exl2.groups.groups().len(), 1);
     }
 }

@@ -7,8 +7,8 @@ use half::f16;
 use requant::checkpoint::{Checkpoint, Layout};
 use serde_json::json;
 use std::path::Path;
-use support::binary::{Converted, FIXTURE, convert, convert_model, refuse, refuse_model};
-use support::writer::{DOWN, HIDDEN, INTERMEDIATE, LINEARS, Model, Q, Quantized, Sizes, Tensor, VOCAB};
+use support::binary::{Converted, convert, convert_model, quantized, refuse, refuse_model};
+use support::writer::{HIDDEN, LINEARS, Model, Q, Quantized, Sizes, Tensor, VOCAB};
 use support::{folder, open};
 
 const O: &str = "model.layers.0.self_attn.o_proj";
@@ -25,12 +25,6 @@ fn bytes<'a>(checkpoint: &'a Checkpoint, name: &str) -> &'a [u8] {
 
 fn is_exl2(converted: &Converted, module: &str) -> bool {
     matches!(converted.checkpoint.module(module).unwrap().layout(), Layout::Exl2(_))
-}
-
-/// Modules of the output that are EXL2, each with as many errors recomputed.
-fn quantized(converted: &Converted, source: &Model) -> usize {
-    let dir = source.write();
-    converted.assert_errors(&open(dir.path()))
 }
 
 // Sets that are loaded together.
@@ -249,41 +243,6 @@ fn qwen2_gets_the_biases_it_expects_even_of_zeros() {
     assert_eq!(refuse_model(&odd, &["--bits", "4"]).text("tensor"), O);
 }
 
-/// Gives a module an act-order: rows of each group are spread.
-fn spread(model: &mut Model, module: &str, k: usize) {
-    let groups = k / 32;
-    let g_idx: Vec<i32> = (0..k).map(|row| (row % groups) as i32).collect();
-    model.put(module, "g_idx", Tensor::i32s(&[k], &g_idx)).set("desc_act", json!(true));
-}
-
-#[test]
-fn with_biases_of_the_mlp_down_projs_rows_keep_their_order() {
-    // exllamav2 would permute the columns of gate and up, but not their biases.
-    let mut model = with_zero_biases(&LINEARS[4..]);
-    model.config["mlp_bias"] = json!(true);
-    spread(&mut model, DOWN, INTERMEDIATE);
-    spread(&mut model, Q, HIDDEN);
-    for flags in [["--bits", "5"].as_slice(), &["--bits", "5", "--group-size", "32"], &["--bpw", "5.5"]] {
-        let converted = convert_model(&model, flags);
-        assert_eq!(quantized(&converted, &model), 7);
-        let order = |name: &str| {
-            converted.checkpoint.tensor(&format!("{name}.q_invperm")).unwrap().integers().unwrap()
-        };
-        assert!(order(DOWN).into_iter().eq(0..INTERMEDIATE as i64));
-        assert!(!order(Q).into_iter().eq(0..HIDDEN as i64));
-        assert_eq!(bytes(&converted.checkpoint, &format!("{DOWN}.bias")), [0; 2 * HIDDEN]);
-        // Its groups then hold rows of several source groups, which is said, unless one holds all rows.
-        let straddling = converted.warnings("straddling_groups");
-        match converted.module(DOWN)["group_size"].as_u64().unwrap() {
-            128 => assert_eq!(straddling, []),
-            size => {
-                assert!(straddling.len() == 1 && straddling[0].0 == DOWN, "{straddling:?}");
-                assert_eq!(converted.module(DOWN)["straddling_groups"], (INTERMEDIATE as u64).div_ceil(size));
-            }
-        }
-    }
-}
-
 // Embeddings and norms of other types.
 
 fn ramp(scale: f32) -> Vec<f32> {
@@ -463,62 +422,4 @@ fn a_quantized_head_becomes_dense_unless_a_width_is_asked_for() {
     let converted = convert_model(&model, &["--bits", "4", "--head-bits", "8"]);
     assert_eq!(quantized(&converted, &model), 8);
     assert_eq!(converted.warning_codes(), [""; 0]);
-}
-
-// Groups and values.
-
-#[test]
-fn an_act_order_of_unequal_groups_converts() {
-    let mut model = model();
-    // 40 rows of one group and 24 of the other, every third row moved.
-    let g_idx: Vec<i32> = (0..HIDDEN).map(|row| i32::from((row * 3) % HIDDEN >= 40)).collect();
-    assert_eq!(g_idx.iter().filter(|&&group| group == 0).count(), 40);
-    model.put(Q, "g_idx", Tensor::i32s(&[HIDDEN], &g_idx)).set("desc_act", json!(true));
-    for flags in [["--bits", "4", "--group-size", "32"].as_slice(), &["--bits", "4"], &["--bpw", "5"]] {
-        let converted = convert_model(&model, flags);
-        assert_eq!(quantized(&converted, &model), 7);
-        // Sorted, rows 32 to 39 of the first group share EXL2's second one; 64 rows hold both whole.
-        let straddling = usize::from(converted.module(Q)["group_size"] == 32);
-        assert_eq!(converted.module(Q)["straddling_groups"], straddling, "{flags:?}");
-        assert_eq!(converted.warnings("straddling_groups").len(), straddling, "{flags:?}");
-    }
-}
-
-#[test]
-fn dead_columns_and_groups_decode_to_exact_zeros() {
-    let mut model = model();
-    let mut scales = vec![0.01; 2 * HIDDEN];
-    scales[..HIDDEN].fill(0.0); // The first group.
-    (scales[HIDDEN + 5], scales[HIDDEN + 6]) = (0.0, -0.02); // A column of the second one, and a negative scale.
-    model.put(Q, "scales", Tensor::f16s(&[2, HIDDEN], &scales));
-    // A module of nothing but zeros.
-    let groups = INTERMEDIATE / 32;
-    model.put(DOWN, "scales", Tensor::f16s(&[groups, HIDDEN], &vec![0.0; groups * HIDDEN]));
-    for flags in [["--bits", "4", "--group-size", "32"].as_slice(), &["--bits", "2"], &["--bpw", "5"]] {
-        let converted = convert_model(&model, flags);
-        assert_eq!(quantized(&converted, &model), 7);
-        let decoded =
-            |name: &str| converted.checkpoint.dequantize(converted.checkpoint.module(name).unwrap()).unwrap();
-        let q = decoded(Q);
-        assert!(q[..32 * HIDDEN].iter().all(|w| *w == f16::ZERO), "{flags:?}");
-        assert!(q.chunks_exact(HIDDEN).all(|row| row[5] == f16::ZERO), "{flags:?}");
-        assert!(decoded(DOWN).iter().all(|w| *w == f16::ZERO), "{flags:?}");
-        assert_eq!(converted.module(DOWN)["relative_error"], 0.0);
-        assert!(converted.module(Q)["relative_error"].as_f64().unwrap() > 0.0);
-    }
-}
-
-#[test]
-fn the_same_weights_in_v1_and_v2_give_the_same_bytes() {
-    let mut v2 = Model::read(Path::new(FIXTURE));
-    for (name, tensor) in v2.tensors.iter_mut().filter(|(name, _)| name.ends_with(".qzeros")) {
-        for word in tensor.bytes.chunks_exact_mut(4) {
-            assert_eq!(word, [0x77; 4], "{name}");
-            word.fill(0x88);
-        }
-    }
-    v2.set("checkpoint_format", json!("gptq_v2")).set("format", json!("gptq_v2"));
-    let weights = |converted: &Converted| std::fs::read(converted.out.join("model.safetensors")).unwrap();
-    let flags = ["--bits", "3"];
-    assert!(weights(&convert_model(&v2, &flags)) == weights(&convert(Path::new(FIXTURE), &flags)));
 }

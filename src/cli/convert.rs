@@ -29,7 +29,7 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "N", value_parser = parse_bits)]
     bits: Option<Bits>,
     /// Rows of a group with --bits, a multiple of 32.
-    #[arg(long, value_name = "N", default_value_t = 64, requires = "bits")]
+    #[arg(long, value_name = "N", default_value_t = 64, conflicts_with = "bpw")]
     group_size: usize,
     /// Quantize the output head at this width; without it the head stays fp16.
     #[arg(long, value_name = "N", value_parser = parse_bits)]

@@ -46,7 +46,14 @@ enum Command {
 
 /// Runs the program.
 pub(crate) fn run() -> ExitCode {
-    let arguments = Arguments::parse();
+    let arguments = match Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        // Help and the version, too, come as errors, but for stdout.
+        Err(e) if e.use_stderr() && std::env::args_os().any(|argument| argument == "--json") => {
+            return Failure::arguments(&e).report(true);
+        }
+        Err(e) => e.exit(),
+    };
     match execute(&arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(arguments.json),

@@ -308,7 +308,7 @@ fn aligned_group_sizes(member: &Member<'_>) -> Vec<usize> {
     let aligned: Vec<usize> = match member.module.layout() {
         Layout::Gptq(gptq) if gptq.equal_groups => {
             let size = gptq.group_size;
-            let fits = |s: &usize| size % s == 0 || s % size == 0;
+            let fits = |s: &usize| size % s == 0 || s.is_multiple_of(size);
             GROUP_SIZES.into_iter().filter(fits).collect()
         }
         _ => GROUP_SIZES.to_vec(),
@@ -321,7 +321,8 @@ fn aligned_group_sizes(member: &Member<'_>) -> Vec<usize> {
 
 /// Groups of `group_size` rows that hold parts of several of the source's groups of `from` rows.
 fn straddling(k: usize, from: usize, group_size: usize) -> usize {
-    let whole = |start: usize, end: usize| start % from == 0 && (end % from == 0 || end == k);
+    let whole =
+        |start: usize, end: usize| start.is_multiple_of(from) && (end.is_multiple_of(from) || end == k);
     (0..k)
         .step_by(group_size)
         .map(|start| (start, k.min(start + group_size)))

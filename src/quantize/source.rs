@@ -106,7 +106,7 @@ impl Source {
 
     /// Cuts the rows into groups of `group_size` rows, a multiple of 32; the last may be shorter.
     pub fn cut(&self, group_size: usize) -> Cut {
-        debug_assert!(group_size % ROW_UNIT == 0);
+        debug_assert!(group_size.is_multiple_of(ROW_UNIT));
         let groups: Vec<_> =
             (0..self.k).step_by(group_size).map(|start| start..self.k.min(start + group_size)).collect();
         let straddling = groups.iter().filter(|places| self.straddles(places)).count();

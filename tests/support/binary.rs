@@ -138,6 +138,11 @@ impl Converted {
     }
 }
 
+/// Recomputes the errors of a written checkpoint's modules, as [`Converted::assert_errors`] does.
+pub(crate) fn quantized(converted: &Converted, source: &Model) -> usize {
+    converted.assert_errors(&open(source.write().path()))
+}
+
 /// The embedding as a head `[hidden, vocabulary]` in fp16.
 fn transposed_embedding(source: &Checkpoint) -> Vec<f16> {
     let tensor = source.tensor("model.embed_tokens.weight").unwrap();
