@@ -40,7 +40,7 @@ fn a_dense_member_gets_the_widest_option() {
         let expected = if flags[0] == "--bpw" { (8, json!(32)) } else { (4, json!(64)) };
         let entry = converted.module(dense);
         assert_eq!((converted.widths(dense), &entry["group_size"]), (vec![expected.0], &expected.1));
-        assert_eq!(entry["layout_before"], "dense f16");
+        assert_eq!(entry["layout_before"], "dense fp16");
         let warnings = converted.warnings("dense_member_quantized");
         let [(subject, message)] = &warnings[..] else { panic!("{warnings:?}") };
         assert_eq!(subject, "model.layers.0.self_attn");
@@ -353,7 +353,7 @@ fn a_tied_head_stays_tied_unless_it_is_quantized() {
     model.config["tie_word_embeddings"] = json!(true);
     let converted = convert_model(&model, &["--bits", "4"]);
     assert_eq!(quantized(&converted, &model), 7);
-    assert!(!converted.checkpoint.tensor("lm_head.weight").is_some());
+    assert!(converted.checkpoint.tensor("lm_head.weight").is_none());
     assert!(converted.checkpoint.module("lm_head").is_none());
     assert_eq!(converted.config["tie_word_embeddings"], true);
     assert_eq!(converted.config["quantization_config"]["head_bits"], 16);

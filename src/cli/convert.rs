@@ -188,7 +188,7 @@ fn plan_table(plan: &Plan) -> String {
 
 fn row(module: &PlannedModule) -> Vec<String> {
     let (layout, group, bits, error) = match &module.decision {
-        Decision::Dense => ("fp16".to_string(), String::new(), 16 * module.weights(), "0".to_string()),
+        Decision::Dense => ("fp16".to_string(), String::new(), 16 * module.weights(), String::new()),
         Decision::Exl2(decision) => (
             widths(&decision.widths(module.in_features)),
             decision.group_size.to_string(),
@@ -240,13 +240,17 @@ fn totals_line(plan: &Plan) -> String {
         totals.file_bpw,
     );
     if let Some(objective) = &plan.objective {
+        let proof = match objective.gap == 0.0 {
+            true => "proven to be the least".to_string(),
+            false => format!("at most {:e} above the least", objective.gap),
+        };
         text.push_str(&format!(
-            "mean relative error {:.5}; with one width a module it would be {:.5} (objective {:.6} against {:.6}{})\n",
+            "mean relative error {:.5}; the best plan of one width a module has {:.5}\n\
+             objective {:.4}, {proof}; that plan has {:.4}\n",
             objective.mean_relative_error,
             objective.mean_relative_error_one_width,
             objective.value,
             objective.one_width_a_module,
-            if objective.gap == 0.0 { ", the least possible".into() } else { format!(", at most {:e} above the least", objective.gap) },
         ));
     }
     text
