@@ -398,6 +398,9 @@ fn a_stored_head_of_a_tied_model_is_dropped_if_equal_and_kept_if_not() {
     let converted = convert_model(&equal, &["--bits", "4"]);
     assert!(converted.checkpoint.tensor("lm_head.weight").is_none());
     assert_eq!(converted.config["tie_word_embeddings"], true);
+    let converted = convert_model(&equal, &["--bits", "4", "--head-bits", "5"]);
+    assert_eq!(quantized(&converted, &equal), 8);
+    assert_eq!(converted.config["tie_word_embeddings"], false);
 
     let mut differing = equal;
     let head = Tensor::f16s(&[VOCAB, HIDDEN], &ramp(1e-4));

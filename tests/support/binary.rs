@@ -138,9 +138,13 @@ impl Converted {
     }
 }
 
-/// Recomputes the errors of a written checkpoint's modules, as [`Converted::assert_errors`] does.
+/// Checks a written checkpoint's conversion against its files and recomputes its errors: see
+/// [`Converted::assert_consistent`] and [`Converted::assert_errors`], whose count this gives.
 pub(crate) fn quantized(converted: &Converted, source: &Model) -> usize {
-    converted.assert_errors(&open(source.write().path()))
+    let dir = source.write();
+    let source = open(dir.path());
+    converted.assert_consistent(&source);
+    converted.assert_errors(&source)
 }
 
 /// The embedding as a head `[hidden, vocabulary]` in fp16.

@@ -2,6 +2,7 @@
 #![allow(dead_code)] // Each test binary uses its own part.
 
 pub(crate) mod binary;
+pub(crate) mod consistency;
 pub(crate) mod writer;
 
 use half::f16;
