@@ -30,8 +30,12 @@ pub enum WarningCode {
     ActOrderDenied,
     /// `dynamic` leaves a module dense that is quantized. The tensors count.
     DynamicConflict,
+    /// The configuration's list of quantized modules lacks some that are. The tensors count.
+    ModuleListIncomplete,
     /// `dynamic` rules mean something else to engines that try them in the file's order.
     DynamicOrder,
+    /// A module with more columns than the model has, whose scales are 0. They are left out.
+    PaddingIgnored,
     /// `config.json` names an architecture that requant doesn't know: sizes and completeness are unchecked.
     UnknownArchitecture,
     /// The label for zero points contradicts the stored values. The values count.
@@ -40,6 +44,8 @@ pub enum WarningCode {
     ZerosAssumed,
     /// Read by label, but the values look like the other convention.
     ZerosSuspicious,
+    /// 3-bit zero points that repeat as auto-round's faulty packing repeats them. They are read as stored.
+    ZerosRepeated,
     /// Stated to be symmetric, but isn't. Read as asymmetric.
     SymConflict,
     /// Stored zero points of only ones, read by their writer's rule or the user's choice.

@@ -295,3 +295,14 @@ fn one_model_with_both_kinds_of_3_bits_is_refused() {
     let error = Checkpoint::open(model.write().path(), &OpenOptions::default()).unwrap_err();
     assert!(matches!(&*error.fault, Fault::MixedZeros(mixed) if mixed.one == [Q]), "{error:#}");
 }
+
+#[test]
+fn three_bit_zero_points_that_auto_round_repeated_are_told() {
+    let repeated = |_: usize, column: usize| (column % 32 % 11 % 10 % 7 + 1) as u16;
+    let mut model = Model::new(&Quantized { bits: 3, zero: repeated, ..Quantized::default() });
+    model.set("sym", json!(false));
+    let (_dir, checkpoint) = open(&model);
+    assert_eq!(codes(&checkpoint), []);
+    let (_dir, checkpoint) = open(model.set("autoround_version", json!("0.4.1")));
+    assert_eq!(codes(&checkpoint), [WarningCode::ZerosRepeated]);
+}

@@ -124,6 +124,8 @@ pub struct QuantConfig {
     pub dynamic: Rules,
     /// `lm_head`.
     pub lm_head: bool,
+    /// `modules_in_block_to_quantize`, flattened: ends of the names of the modules that are quantized.
+    pub listed_modules: Option<Vec<String>>,
 }
 
 /// All configuration files of a directory.
@@ -220,6 +222,7 @@ impl QuantConfig {
             label: stated.iter().find_map(|s| s.label),
             producer: sources.iter().find_map(Source::producer),
             dynamic,
+            listed_modules: sources.iter().find_map(Source::listed_modules),
             lm_head: sources.iter().find_map(|s| s.get(&["lm_head"])?.as_bool()).unwrap_or(false),
         }))
     }
@@ -324,6 +327,14 @@ impl Source {
             return foreign("awq", "packing_format");
         }
         Ok(())
+    }
+
+    /// The list is flat or has a list for each part of a block.
+    fn listed_modules(&self) -> Option<Vec<String>> {
+        let list = self.get(&["modules_in_block_to_quantize"])?.as_array()?;
+        let parts =
+            list.iter().flat_map(|part| part.as_array().map_or(std::slice::from_ref(part), Vec::as_slice));
+        Some(parts.filter_map(Value::as_str).map(str::to_owned).collect())
     }
 
     fn packing_format(&self) -> Option<String> {

@@ -449,25 +449,59 @@ impl Fault {
         }
     }
 
-    fn hint(&self) -> Option<&'static str> {
-        Some(match self {
+    /// What to do.
+    fn hint(&self) -> &'static str {
+        match self {
+            Self::Io(_) => "check that it exists and may be read",
+            Self::Changed => "start again when nothing writes to the checkpoint",
+            Self::Missing => "name the folder that holds config.json and the .safetensors files",
+            Self::LfsPointer => "fetch the file itself, for example with `git lfs pull`",
+            Self::Pickle | Self::NoWeights => {
+                "convert the model to safetensors with the tool that made it; requant never runs pickles"
+            }
             Self::EmptyFile
             | Self::NoLengthField { .. }
             | Self::HeaderPastEnd { .. }
             | Self::Truncated { .. }
             | Self::TrailingBytes { .. }
             | Self::ShardMissing { .. } => "the download is incomplete or damaged: download the file again",
-            Self::Gptq(gptq::Error::Scale { .. }) => {
-                "the file is damaged or was quantized badly: download it again, or quantize again"
+            Self::HeaderTooLarge { .. }
+            | Self::HeaderNotJson { .. }
+            | Self::TensorEntry { .. }
+            | Self::RepeatedTensor
+            | Self::UnknownDtype { .. }
+            | Self::ShapeOverflow { .. }
+            | Self::OffsetsReversed { .. }
+            | Self::ByteCount { .. }
+            | Self::Overlap { .. }
+            | Self::Gap { .. } => {
+                "the file is damaged, or its writer is faulty: download it again, or save it again elsewhere"
             }
-            Self::Foreign { .. } => "GPTQ of 2, 3, 4 and 8 bits, EXL2, fp16 and bf16 are read",
-            Self::LfsPointer => "fetch the file itself, for example with `git lfs pull`",
-            Self::Pickle | Self::NoWeights => {
-                "convert the model to safetensors with the tool that made it; requant never runs pickles"
+            Self::IndexMalformed { .. } | Self::IndexRepeated { .. } | Self::ShardOutside { .. } => {
+                "download the index again; remove it if one file holds all weights"
             }
-            Self::InTwoFiles { .. } => "remove the file that is not part of this model",
             Self::NotInShard { .. } => {
                 "the index is that of another version of the model: remove it, or download it again"
+            }
+            Self::InTwoFiles { .. } => "remove the file that is not part of this model",
+            Self::ConfigNotJson { .. } => "download the file again",
+            Self::ConfigValue { .. } | Self::Sizes(_) | Self::DynamicRule { .. } => {
+                "correct the value; bits and group size may also be left out, the tensors tell them"
+            }
+            Self::Foreign { .. } => "GPTQ of 2, 3, 4 and 8 bits, EXL2, fp16 and bf16 are read",
+            Self::ModuleMissing { .. }
+            | Self::DenseMissing { .. }
+            | Self::HeadMissing
+            | Self::ModuleUnexpected { .. }
+            | Self::TensorMissing { .. }
+            | Self::TensorDtype { .. }
+            | Self::TensorRank { .. }
+            | Self::TensorShape { .. } => {
+                "weights and config.json don't belong together, or a file is missing: download all of one revision"
+            }
+            Self::TwoLayouts { .. } => "remove the tensor that is not part of this model",
+            Self::Gptq(_) | Self::Exl2(_) => {
+                "the file is damaged or was quantized badly: download it again, or quantize again"
             }
             Self::AllOnes { .. } => {
                 "choose: `wrap` reads them as 0, what the quantizer meant; `plus-one` as 2^bits, what \
@@ -475,9 +509,8 @@ impl Fault {
             }
             Self::Smear { .. } => "quantize the model again: no reader can tell these zero points",
             Self::MixedZeros(_) => "name the convention that holds for the file, v1 or v2",
-            Self::Changed => "start again when nothing writes to the checkpoint",
-            _ => return None,
-        })
+            Self::OtherLayout { .. } => "please report this",
+        }
     }
 }
 
@@ -503,6 +536,6 @@ impl Diagnose for Error {
     }
 
     fn hint(&self) -> Option<String> {
-        self.fault.hint().map(str::to_owned)
+        Some(self.fault.hint().to_owned())
     }
 }

@@ -5,10 +5,10 @@ use super::dynamic::Verdict;
 use super::error::{Error, Fault};
 use super::module::Bias;
 use super::shards::Shards;
-use super::tensor::TensorView;
+use super::tensor::{TensorView, first_columns};
 use crate::arch::Linear;
 use requant_formats::exl2::{self, GroupTable};
-use requant_formats::gptq::{self, Bits, GIdx, Shape, ZeroSurvey};
+use requant_formats::gptq::{self, Bits, GIdx, Shape, ZeroEncoding, ZeroSurvey};
 use requant_formats::{NotAPermutation, Permutation};
 use safetensors::Dtype;
 
@@ -41,6 +41,10 @@ pub(super) struct StoredGptq {
     pub(super) g_idx: GIdx,
     pub(super) scales: Dtype,
     pub(super) survey: ZeroSurvey,
+    /// Whether 3-bit zero points differ, but repeat as a fault of auto-round repeats them.
+    pub(super) repeated_zeros: bool,
+    /// n as stored: more than the shape's where columns were added to reach a multiple of 32.
+    pub(super) stored_out_features: usize,
 }
 
 /// What the configuration says of a module, `dynamic` rules applied.
@@ -106,7 +110,8 @@ pub(super) fn examine(shards: &Shards, wanted: &Wanted, stated: Stated) -> Resul
     };
     let stored_columns = match &stored {
         Stored::Exl2 { stored_out_features, .. } => *stored_out_features,
-        Stored::Gptq(_) | Stored::Dense { .. } => out_features,
+        Stored::Gptq(stored) => stored.stored_out_features,
+        Stored::Dense { .. } => out_features,
     };
     let bias = module.bias(stored_columns)?;
     Ok(Some(Found { in_features, out_features, stored, bias, stated }))
@@ -248,9 +253,14 @@ impl<'a> Tensors<'a> {
             let key = "qweight as wide as qzeros".into();
             return Err(qweight.error(Fault::Foreign { method: "awq".into(), key }));
         }
-        if let Some([_, n]) = sizes {
-            scales.expect_shape(&[groups, n])?;
-        }
+        let kept = match sizes {
+            Some([_, n]) if is_padding(&scales, columns, n) => n,
+            Some([_, n]) => {
+                scales.expect_shape(&[groups, n])?;
+                n
+            }
+            None => columns,
+        };
         let k = match (sizes, &index) {
             (Some([k, _]), _) => k,
             (None, Some(index)) if !index.is_empty() => index.len(),
@@ -259,6 +269,7 @@ impl<'a> Tensors<'a> {
         };
         let shape = Shape::from_dimensions(k, packed, zero_words, [groups, columns])
             .map_err(|e| self.blame(e, k, dimensions, stated.bits, qweight))?;
+        let shape = Shape { out_features: kept, ..shape };
         let at = |suffix, fault: gptq::Error| match self.find(suffix) {
             Some(tensor) => tensor.error(fault),
             None => Error::tensor(qweight.file(), self.full(suffix), fault),
@@ -274,9 +285,18 @@ impl<'a> Tensors<'a> {
             let (group, column) = (i / columns, i % columns);
             return Err(scales.error(gptq::Error::Scale { group, column, found }));
         }
-        let words = qzeros.words().unwrap_or_default();
+        let words = first_columns(qzeros.words().unwrap_or_default(), zero_words[1], shape.qzeros()[1]);
         let survey = gptq::survey_zeros(&shape, &words).map_err(|e| qzeros.error(e))?;
-        Ok((Stored::Gptq(StoredGptq { shape, g_idx, scales: scales.dtype(), survey }), [k, columns]))
+        let repeated_zeros = survey.constant.is_none() && repeats(&shape, &words);
+        let stored = StoredGptq {
+            shape,
+            g_idx,
+            scales: scales.dtype(),
+            survey,
+            repeated_zeros,
+            stored_out_features: columns,
+        };
+        Ok((Stored::Gptq(stored), [k, kept]))
     }
 
     /// Names the tensor that doesn't fit the others.
@@ -352,6 +372,24 @@ impl<'a> Tensors<'a> {
         }
         Ok((Stored::Exl2 { groups, stored_out_features: n }, [k, out_features]))
     }
+}
+
+/// Whether the columns from `n` on only pad: all their scales are 0.
+fn is_padding(scales: &TensorView<'_>, columns: usize, n: usize) -> bool {
+    columns > n
+        && scales.floats().is_some_and(|scales| {
+            scales.chunks_exact(columns).all(|row| row[n..].iter().all(|&scale| scale == 0.0))
+        })
+}
+
+/// auto-round's qlinear_torch wrote the zero points of columns 0 to 9 of each 32 for columns 11 to 20 and
+/// 22 to 31 as well.
+fn repeats(shape: &Shape, qzeros: &[u32]) -> bool {
+    if shape.bits.get() != 3 || !shape.out_features.is_multiple_of(32) {
+        return false;
+    }
+    let fields = gptq::decode_zeros(shape, qzeros, ZeroEncoding::V2).unwrap_or_default();
+    fields.chunks_exact(32).all(|block| block[..10] == block[11..21] && block[..10] == block[22..])
 }
 
 /// k where no `g_idx` and no architecture tells it: the widest reading whose words are all full.

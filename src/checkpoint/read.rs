@@ -4,10 +4,11 @@ use super::Checkpoint;
 use super::error::{Error, Fault};
 use super::examine::tensor_of;
 use super::module::{Gptq, Layout, Module};
-use super::tensor::TensorView;
+use super::tensor::{TensorView, first_columns};
 use half::{f16, slice::HalfFloatSliceExt};
 use requant_formats::exl2;
 use requant_formats::gptq::{self, GIdx};
+use std::borrow::Cow;
 
 impl Checkpoint {
     /// Checks that every module can be decoded: that no zero point is undecided or lost.
@@ -47,24 +48,29 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`Fault::OtherLayout`] for another layout; [`Fault::AllOnes`], [`Fault::Smear`].
-    pub fn gptq(&self, module: &Module) -> Result<gptq::Matrix, Error> {
+    pub fn gptq<'a>(&'a self, module: &Module) -> Result<gptq::Matrix, Error> {
         let Layout::Gptq(stored) = &module.layout else { return Err(self.other_layout(module, "gptq")) };
         self.require_decoded_zeros([module])?;
         let Some(encoding) = stored.zeros.encoding else { unreachable!("refused above") };
         let (qweight, qzeros) = (self.need(module, "qweight")?, self.need(module, "qzeros")?);
         let scales = self.need(module, "scales")?;
         let shape = stored.shape;
-        let codes = gptq::unpack_codes(&shape, &qweight.words().unwrap_or_default());
+        // Files can be padded to more columns than the model has.
+        let words = |tensor: TensorView<'a>, kept| {
+            first_columns(tensor.words().unwrap_or_default(), tensor.shape()[1], kept)
+        };
+        let codes = gptq::unpack_codes(&shape, &words(qweight, shape.out_features));
         let codes = codes.map_err(|e| qweight.error(e))?;
-        let zeros = gptq::decode_zeros(&shape, &qzeros.words().unwrap_or_default(), encoding);
+        let zeros = gptq::decode_zeros(&shape, &words(qzeros, shape.qzeros()[1]), encoding);
         let zeros = zeros.map_err(|e| qzeros.error(e))?;
+        let floats = Cow::Owned(scales.floats().unwrap_or_default());
+        let floats = first_columns(floats, scales.shape()[1], shape.out_features).into_owned();
         let g_idx = self.tensor(&format!("{}.g_idx", module.name));
         let index = g_idx.and_then(|tensor| tensor.integers());
         let stated = module.stated_group_size;
         let g_idx = GIdx::new(index.as_deref(), shape.in_features, shape.groups, stated)
             .map_err(|e| g_idx.unwrap_or(scales).error(e))?;
-        gptq::Matrix::new(shape, codes, zeros, scales.floats().unwrap_or_default(), g_idx)
-            .map_err(|e| scales.error(e))
+        gptq::Matrix::new(shape, codes, zeros, floats, g_idx).map_err(|e| scales.error(e))
     }
 
     /// Unpacks an EXL2 module, and checks every code and scale of it.

@@ -23,7 +23,15 @@ pub(super) fn contradictions(
         })
         .collect();
     let any_exl2 = found.iter().any(|found| matches!(found.stored, Stored::Exl2 { .. }));
-    let mut push = |code, subject: String, message| warnings.push(Warning { code, subject, message });
+    let mut push = |code, subject: String, message: &str, more: &str| {
+        warnings.push(Warning { code, subject, message: format!("{message}{more}") });
+    };
+    let padded = gptq.iter().filter(|(_, stored, _)| stored.stored_out_features > stored.shape.out_features);
+    if let Some((subject, more)) = some_of(padded.map(|(name, ..)| *name)) {
+        let message = "Stored with more columns than the model has. Their scales are 0, so they are padding and left \
+             out.";
+        push(WarningCode::PaddingIgnored, subject, message, &more);
+    }
     let Some(quant) = quant else {
         if !gptq.is_empty() {
             let bits: BTreeSet<Bits> = gptq.iter().map(|(_, stored, _)| stored.shape.bits).collect();
@@ -36,7 +44,7 @@ pub(super) fn contradictions(
                 list(bits.iter().map(|b| b.get() as usize)),
                 list(sizes)
             );
-            push(WarningCode::NoQuantizationConfig, CONFIG.into(), message);
+            push(WarningCode::NoQuantizationConfig, CONFIG.into(), &message, "");
         }
         return;
     };
@@ -45,7 +53,7 @@ pub(super) fn contradictions(
             "The configuration says {}, but no module is quantized. The model is read as it is stored, dense.",
             quant.method
         );
-        push(WarningCode::NothingQuantized, CONFIG.into(), message);
+        push(WarningCode::NothingQuantized, CONFIG.into(), &message, "");
     }
     let conflicts =
         |keep: &dyn Fn(usize) -> bool| some_of((0..gptq.len()).filter(|&i| keep(i)).map(|i| gptq[i].0));
@@ -53,52 +61,60 @@ pub(super) fn contradictions(
         let (_, stored, stated) = gptq[i];
         stated.bits.filter(|&bits| bits != stored.shape.bits)
     };
-    if let Some((subject, text)) = conflicts(&|i| other_bits(i).is_some()) {
+    if let Some((subject, more)) = conflicts(&|i| other_bits(i).is_some()) {
         let bits = |bits: Option<Bits>| bits.map_or(0, Bits::get);
         let first = (0..gptq.len()).find(|&i| other_bits(i).is_some()).unwrap_or(0);
         let message = format!(
-            "{text}: {} bits by the configuration, {} by the tensors (.qweight), which count.",
+            "{} bits by the configuration, {} by the tensors (.qweight), which count.",
             bits(other_bits(first)),
             gptq[first].1.shape.bits.get()
         );
-        push(WarningCode::ConfigTensorConflict, subject, message);
+        push(WarningCode::ConfigTensorConflict, subject, &message, &more);
     }
     let other_size = |i: usize| {
         let (_, stored, stated) = gptq[i];
         let k = stored.shape.in_features;
         stated.group_size.filter(|size| k.div_ceil(size.rows(k)) != stored.shape.groups)
     };
-    if let Some((subject, text)) = conflicts(&|i| other_size(i).is_some()) {
+    if let Some((subject, more)) = conflicts(&|i| other_size(i).is_some()) {
         let first = (0..gptq.len()).find(|&i| other_size(i).is_some()).unwrap_or(0);
         let message = format!(
-            "{text}: group size {} by the configuration, {} by the tensors (.scales), which count.",
+            "Group size {} by the configuration, {} by the tensors (.scales), which count.",
             other_size(first).map_or_else(String::new, |size| size.to_string()),
             gptq[first].1.g_idx.group_size()
         );
-        push(WarningCode::ConfigTensorConflict, subject, message);
+        push(WarningCode::ConfigTensorConflict, subject, &message, &more);
     }
     let denied = |i: usize| gptq[i].2.desc_act == Some(false) && gptq[i].1.g_idx.is_act_order();
-    if let Some((subject, text)) = conflicts(&denied) {
-        let message = format!(
-            "{text}: `desc_act` is false, but g_idx orders the rows. The tensor counts; engines that obey the \
-             configuration, such as vLLM, compute garbage."
-        );
-        push(WarningCode::ActOrderDenied, subject, message);
+    if let Some((subject, more)) = conflicts(&denied) {
+        let message = "`desc_act` is false, but g_idx orders the rows. The tensor counts; engines that obey the \
+             configuration, such as vLLM, compute garbage.";
+        push(WarningCode::ActOrderDenied, subject, message, &more);
     }
-    if let Some((subject, text)) = conflicts(&|i| gptq[i].2.dense) {
-        let message = format!(
-            "{text}: left dense by a rule of `dynamic`, but stored quantized. The tensors count; engines that obey \
-             the rule find no weight."
-        );
-        push(WarningCode::DynamicConflict, subject, message);
+    let listed = |name: &str| {
+        quant.listed_modules.as_ref().is_none_or(|list| list.iter().any(|end| name.ends_with(end.as_str())))
+    };
+    if let Some((subject, more)) = conflicts(&|i| !listed(gptq[i].0)) {
+        let message = "Quantized, but not in `modules_in_block_to_quantize`. The tensors count; engines that obey the \
+             list find no weight.";
+        push(WarningCode::ModuleListIncomplete, subject, message, &more);
+    }
+    let by_auto_round = quant.producer.as_ref().is_some_and(|producer| producer.name == "auto-round");
+    if let Some((subject, more)) = conflicts(&|i| by_auto_round && gptq[i].1.repeated_zeros) {
+        let message = "The 3-bit zero points of every 32 columns repeat as a fault of auto-round repeats them. They \
+             are read as stored, which is what any engine computes, but not what was quantized.";
+        push(WarningCode::ZerosRepeated, subject, message, &more);
+    }
+    if let Some((subject, more)) = conflicts(&|i| gptq[i].2.dense) {
+        let message = "Left dense by a rule of `dynamic`, but stored quantized. The tensors count; engines that obey \
+             the rule find no weight.";
+        push(WarningCode::DynamicConflict, subject, message, &more);
     }
     let reordered = wanted.iter().zip(found).filter(|(_, f)| f.stated.order_matters);
-    if let Some((subject, text)) = some_of(reordered.map(|(w, _)| w.name.as_str())) {
-        let message = format!(
-            "{text}: several rules of `dynamic` match. GPTQModel tries those with `-:` first, which is followed \
-             here; vLLM and SGLang try them in the file's order and choose another."
-        );
-        push(WarningCode::DynamicOrder, subject, message);
+    if let Some((subject, more)) = some_of(reordered.map(|(w, _)| w.name.as_str())) {
+        let message = "Several rules of `dynamic` match. GPTQModel tries those with `-:` first, which is followed \
+             here; vLLM and SGLang try them in the file's order and choose another.";
+        push(WarningCode::DynamicOrder, subject, message, &more);
     }
 }
 

@@ -135,6 +135,14 @@ impl<'a> TensorView<'a> {
     }
 }
 
+/// The first `kept` of each row's `stored` elements; borrowed where that is all of them.
+pub(super) fn first_columns<T: Copy>(rows: Cow<'_, [T]>, stored: usize, kept: usize) -> Cow<'_, [T]> {
+    if stored == kept {
+        return rows;
+    }
+    Cow::Owned(rows.chunks_exact(stored).flat_map(|row| &row[..kept]).copied().collect())
+}
+
 /// Bytes as numbers, copied where they aren't aligned: files need not pad their headers.
 fn cast<T: bytemuck::Pod>(bytes: &[u8]) -> Cow<'_, [T]> {
     match bytemuck::try_cast_slice(bytes) {

@@ -228,13 +228,16 @@ fn v1_encoding(module: &Surveyed, claims: Claims<'_>, swapped: bool) -> (Option<
     (encoding, survey.smears)
 }
 
-/// A list of modules as a warning tells it: the first, and how many more.
+/// The modules that a warning is about, as its subject and the end of its message.
 pub(super) fn some_of<'a>(names: impl IntoIterator<Item = &'a str>) -> Option<(String, String)> {
     let mut names = names.into_iter();
-    let first = names.next()?.to_owned();
-    let more = names.count();
-    let text = if more == 0 { first.clone() } else { format!("{first} and {more} more modules") };
-    Some((first, text))
+    let subject = names.next()?.to_owned();
+    let more = match names.count() {
+        0 => String::new(),
+        1 => " (The same in 1 more module.)".to_owned(),
+        more => format!(" (The same in {more} more modules.)"),
+    };
+    Some((subject, more))
 }
 
 fn warn(
@@ -244,34 +247,33 @@ fn warn(
     claims: Claims<'_>,
     warnings: &mut Vec<Warning>,
 ) {
-    let mut tell = |code, keep: &dyn Fn(usize) -> bool, message: &dyn Fn(&str) -> String| {
+    let mut tell = |code, keep: &dyn Fn(usize) -> bool, message: &dyn Fn() -> String| {
         let names = (0..modules.len()).filter(|&i| keep(i)).map(|i| modules[i].name.as_str());
-        if let Some((subject, text)) = some_of(names) {
-            warnings.push(Warning { code, subject, message: message(&text) });
+        if let Some((subject, more)) = some_of(names) {
+            warnings.push(Warning { code, subject, message: message() + &more });
         }
     };
     let (convention, evidence) = (zeros[0].convention, zeros[0].evidence);
     if let Some(label) = claims.label
         && label != convention
     {
-        let message = |text: &str| {
+        let message = || {
             let why = match evidence {
                 ZeroEvidence::Option => "as asked",
                 _ => "because their stored zero points are those of symmetric modules",
             };
             format!(
-                "{text}: labelled {label}, read as {convention}, {why}. Engines that trust the label misread them."
+                "Labelled {label}, read as {convention}, {why}. Engines that trust the label misread them."
             )
         };
         let voted = |i: usize| evidence == ZeroEvidence::Option || votes[i].is_some();
         tell(WarningCode::ZeroLabelWrong, &voted, &message);
     }
     if evidence == ZeroEvidence::Default {
-        tell(WarningCode::ZerosAssumed, &|_| true, &|text| {
-            format!(
-                "{text}: nothing tells how zero points are stored. They are read as v1, as every engine does; \
+        tell(WarningCode::ZerosAssumed, &|_| true, &|| {
+            "Nothing tells how zero points are stored. They are read as v1, as every engine does; \
                  if the model's output is gibberish, they are v2."
-            )
+                .to_owned()
         });
     }
     let suspicious = |i: usize| {
@@ -282,18 +284,17 @@ fn warn(
             .is_some_and(|c| u16::from(c) + other_less == modules[i].bits.symmetric_zero())
     };
     if evidence != ZeroEvidence::Values && (0..modules.len()).all(suspicious) {
-        tell(WarningCode::ZerosSuspicious, &|_| true, &|text| {
+        tell(WarningCode::ZerosSuspicious, &|_| true, &|| {
             format!(
-                "{text}: read as {convention}, but every stored zero point is that of a symmetric model in the \
+                "Read as {convention}, but every stored zero point is that of a symmetric model in the \
                  other convention."
             )
         });
     }
-    tell(WarningCode::SymConflict, &|i| modules[i].sym == Some(true) && !zeros[i].symmetric, &|text| {
-        format!(
-            "{text}: stated to be symmetric, but the zero points aren't. They are used as stored; Marlin kernels \
+    tell(WarningCode::SymConflict, &|i| modules[i].sym == Some(true) && !zeros[i].symmetric, &|| {
+        "Stated to be symmetric, but the zero points aren't. They are used as stored; Marlin kernels \
              would ignore them and compute something else."
-        )
+            .to_owned()
     });
     let wrapped = |i: usize| {
         zeros[i].convention == ZeroConvention::V1 && zeros[i].all_ones > 0 && zeros[i].encoding.is_some()
@@ -308,23 +309,22 @@ fn warn(
         Some(ZeroEncoding::V1PlusOne) => "as 2^bits",
         _ => "as 0",
     };
-    tell(WarningCode::ZeroPointsWrapped, &wrapped, &|text| {
+    tell(WarningCode::ZeroPointsWrapped, &wrapped, &|| {
         format!(
-            "{text}: {wrapped_count} stored zero points are all ones. They are read {rule}; engines disagree \
+            "{wrapped_count} stored zero points of the model are all ones. They are read {rule}; engines disagree \
              on them."
         )
     });
     let undecided = |i: usize| zeros[i].encoding.is_none() && zeros[i].smears == 0;
     let undecided_count = count(&undecided);
-    tell(WarningCode::ZerosUndecided, &undecided, &|text| {
+    tell(WarningCode::ZerosUndecided, &undecided, &|| {
         format!(
-            "{text}: {undecided_count} zero points are stored as all ones, which readers take for 0 or for \
+            "{undecided_count} zero points of the model are stored as all ones, which readers take for 0 or for \
              2^bits. They can't be converted until one is chosen."
         )
     });
-    tell(WarningCode::ZerosLost, &|i| zeros[i].encoding.is_none() && zeros[i].smears > 0, &|text| {
-        format!(
-            "{text}: zero points were overwritten with ones when the file was written. They can't be converted."
-        )
+    tell(WarningCode::ZerosLost, &|i| zeros[i].encoding.is_none() && zeros[i].smears > 0, &|| {
+        "Zero points were overwritten with ones when the file was written. They can't be converted."
+            .to_owned()
     });
 }
