@@ -84,6 +84,19 @@ fn groups_of_other_sizes_than_the_sources_are_counted_where_they_straddle() {
 }
 
 #[test]
+fn padding_columns_of_the_source_are_left_out() {
+    let mut model = Model::new(&Quantized::default());
+    let weights = |model: &Model| {
+        let converted = convert_model(model, &["--bits", "4"]);
+        assert_eq!(quantized(&converted, model), 7);
+        std::fs::read(converted.out.join("model.safetensors")).unwrap()
+    };
+    let whole = weights(&model);
+    model.pad_columns(Q, HIDDEN).pad_columns(DOWN, HIDDEN);
+    assert!(weights(&model) == whole);
+}
+
+#[test]
 fn a_module_shorter_than_a_group_has_one() {
     let model = Model::new(&Quantized::default());
     let converted = convert_model(&model, &["--bits", "4", "--group-size", "128"]);

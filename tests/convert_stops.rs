@@ -158,6 +158,22 @@ fn an_existing_output_is_not_touched() {
     assert_eq!(names_in(&dir.path().join("new.partial")), ["shard"]);
 }
 
+#[test]
+fn a_file_system_that_is_full_is_the_environments_fault() {
+    let dir = tempfile::tempdir().unwrap();
+    // Files of at most 500 blocks of 1024 bytes, and an error instead of a signal for more.
+    let script = "trap '' XFSZ; ulimit -f 500; exec \"$@\"";
+    let mut command = Command::new("bash");
+    command.args(["-c", script, "bash", env!("CARGO_BIN_EXE_requant"), "convert", FIXTURE, "--to", "exl2"]);
+    let ran = command.args(["--bits", "4", "--json", "--out"]).arg(dir.path().join("out")).output().unwrap();
+    let stderr = String::from_utf8(ran.stderr).unwrap();
+    assert_eq!(ran.status.code(), Some(4), "{stderr}");
+    let error: Value = serde_json::from_str(stderr.lines().last().unwrap()).unwrap();
+    assert_eq!(error["kind"], "environment");
+    assert!(error["file"].as_str().unwrap().ends_with("model.safetensors"), "{stderr}");
+    assert_eq!(names_in(dir.path()), [""; 0]);
+}
+
 // Stopping.
 
 /// The fixture with its three blocks repeated, so that converting it takes a while.

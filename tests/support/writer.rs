@@ -277,6 +277,20 @@ impl Model {
         self
     }
 
+    /// Pads a 4-bit module of `stored` columns by 32, with codes, scales and zero points of 0.
+    pub(crate) fn pad_columns(&mut self, module: &str, stored: usize) -> &mut Self {
+        for (suffix, stored, more) in
+            [("qweight", stored, 32), ("qzeros", stored / 8, 4), ("scales", stored, 32)]
+        {
+            let tensor = self.tensor(module, suffix);
+            let size = tensor.bytes.len() / tensor.shape.iter().product::<usize>();
+            let rows = tensor.bytes.chunks_exact(stored * size);
+            tensor.bytes = rows.flat_map(|row| [row, &vec![0; more * size]].concat()).collect();
+            tensor.shape[1] += more;
+        }
+        self
+    }
+
     /// Overwrites the first words of a module's qzeros.
     pub(crate) fn zero_words(&mut self, module: &str, words: &[u32]) -> &mut Self {
         let bytes = bytemuck::cast_slice(words);
