@@ -27,7 +27,7 @@ use crate::progress::Observer;
 use crate::quantize::RowOrder;
 use crate::warning::{Warning, WarningCode};
 use options::{Job, Outcome};
-use requant_formats::exl2::{Bits, ROW_UNIT};
+use requant_formats::exl2::{Bits, MAX_GROUP_ROWS, ROW_UNIT};
 use serde::Serialize;
 
 /// What is wanted of the decoder's linears.
@@ -155,6 +155,14 @@ impl PlannedModule {
         }
     }
 
+    /// Bits of its tensors, the bias included.
+    pub fn stored_bits(&self) -> u64 {
+        match &self.decision {
+            Decision::Dense => 16 * self.weights() + self.bias_bits(),
+            Decision::Exl2(decision) => decision.stored_bits,
+        }
+    }
+
     /// Number of weights, k · n.
     pub fn weights(&self) -> u64 {
         self.in_features as u64 * self.out_features as u64
@@ -181,10 +189,10 @@ impl Plan {
             let found = checkpoint.config().get("architectures").map(ToString::to_string);
             return Err(Error::Architecture { found }.into());
         };
-        if let Target::Uniform { group_size, .. } = options.target
-            && (group_size == 0 || group_size % ROW_UNIT != 0)
+        if let Target::Uniform { group_size: found, .. } = options.target
+            && (found == 0 || found % ROW_UNIT != 0 || found > MAX_GROUP_ROWS)
         {
-            return Err(Error::GroupSize { found: group_size }.into());
+            return Err(Error::GroupSize { found }.into());
         }
         checkpoint.require_decodable()?;
         let (members, mut warnings) = sets::members(checkpoint, arch, dims, options)?;
@@ -199,8 +207,7 @@ impl Plan {
         }
         let (outcomes, objective) = match options.target {
             Target::Uniform { .. } => {
-                let outcomes = quantized.iter().map(|job| job.only_outcome(checkpoint));
-                (outcomes.collect::<Result<_, _>>()?, None)
+                (quantized.iter().map(|job| job.only_outcome(checkpoint)).collect(), None)
             }
             Target::Bpw(bpw) => {
                 let (outcomes, objective) = choose::by_error(checkpoint, &quantized, bpw, observer)?;
@@ -215,6 +222,8 @@ impl Plan {
                 job.planned(outcome.unwrap_or_else(Outcome::dense))
             })
             .collect();
+        let stored_bits: Vec<u64> = modules.iter().map(PlannedModule::stored_bits).collect();
+        warnings.extend(sets::dense_members_quantized(&members, &stored_bits));
         warnings.extend(modules.iter().filter_map(straddling));
         let untied = dims.tied && head.is_some();
         modules.extend(head);

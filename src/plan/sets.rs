@@ -65,7 +65,7 @@ pub(super) fn members<'a>(
     }
     let mut members = Vec::with_capacity(all.len());
     let mut warnings = Vec::new();
-    for set in all.chunk_by(|(a, _), (b, _)| a.layer == b.layer && a.role.part() == b.role.part()) {
+    for set in all.chunk_by(|(a, _), (b, _)| same_set(a, b)) {
         let treatments = treat(set, options, &mut warnings)?;
         for ((linear, module), treatment) in set.iter().zip(treatments) {
             let bias = bias(arch, set, linear, module, &mut warnings)?;
@@ -92,7 +92,7 @@ fn treat(
     if dense.len() == set.len() {
         warnings.push(Warning {
             code: WarningCode::DenseSetKept,
-            subject: set_name(set),
+            subject: set_name(&set[0].0),
             message: format!("dense in the source and stays so: {fp16} bits as fp16, outside the bpw"),
         });
         return all(Treatment::Dense);
@@ -100,7 +100,7 @@ fn treat(
     if let Some((axis, size)) = odd_size(set) {
         warnings.push(Warning {
             code: WarningCode::OddSize,
-            subject: set_name(set),
+            subject: set_name(&set[0].0),
             message: format!(
                 "{axis} is {size}, which EXL2 can't hold (multiples of 32, at most {MAX_ROWS} rows): the set \
                  becomes fp16, exactly as decoded, {fp16} bits outside the bpw"
@@ -116,7 +116,7 @@ fn treat(
         DenseMembers::DequantizeSet => {
             warnings.push(Warning {
                 code: WarningCode::SetDequantized,
-                subject: set_name(set),
+                subject: set_name(&set[0].0),
                 message: format!(
                     "{} dense in the source, so the whole set becomes fp16, exactly as decoded: {fp16} bits \
                      outside the bpw",
@@ -125,17 +125,8 @@ fn treat(
             });
             all(Treatment::Dense)
         }
+        // The warning comes when the widths are known: `dense_members_quantized`.
         DenseMembers::Quantize => {
-            let bits = 16 * dense.iter().map(|m| m.weights()).sum::<u64>();
-            warnings.push(Warning {
-                code: WarningCode::DenseMemberQuantized,
-                subject: set_name(set),
-                message: format!(
-                    "{} dense in the source ({bits} bits as fp16) while the rest of the set is quantized, which \
-                     exllamav2 can't load: quantized at the widest option of the plan",
-                    names(&dense)
-                ),
-            });
             let member = |(_, m): &(Linear, &Module)| match is_dense(m) {
                 true => Treatment::QuantizeWidest,
                 false => Treatment::Quantize,
@@ -143,6 +134,33 @@ fn treat(
             Ok(set.iter().map(member).collect())
         }
     }
+}
+
+/// Warns of the dense members that a plan quantizes, with what that costs; `bits` is what each member's
+/// tensors take.
+pub(super) fn dense_members_quantized(members: &[Member<'_>], bits: &[u64]) -> Vec<Warning> {
+    let all: Vec<(&Member<'_>, u64)> = members.iter().zip(bits.iter().copied()).collect();
+    let widest: Vec<_> = all.into_iter().filter(|(m, _)| m.treatment == Treatment::QuantizeWidest).collect();
+    let sets = widest.chunk_by(|(a, _), (b, _)| same_set(&a.linear, &b.linear));
+    sets.map(|set| {
+        let dense: Vec<&Module> = set.iter().map(|(m, _)| m.module).collect();
+        let fp16 = 16 * dense.iter().map(|m| m.weights()).sum::<u64>();
+        let stored: u64 = set.iter().map(|(_, bits)| bits).sum();
+        Warning {
+            code: WarningCode::DenseMemberQuantized,
+            subject: set_name(&set[0].0.linear),
+            message: format!(
+                "{} dense in the source ({fp16} bits as fp16) while the rest of the set is quantized, which \
+                 exllamav2 can't load: quantized at the widest option of the plan, {stored} bits",
+                names(&dense)
+            ),
+        }
+    })
+    .collect()
+}
+
+fn same_set(a: &Linear, b: &Linear) -> bool {
+    a.layer == b.layer && a.role.part() == b.role.part()
 }
 
 fn names(modules: &[&Module]) -> String {
@@ -154,8 +172,7 @@ fn names(modules: &[&Module]) -> String {
     format!("{} {}", list.join(", "), if modules.len() == 1 { "is" } else { "are" })
 }
 
-fn set_name(set: Set<'_, '_>) -> String {
-    let linear = &set[0].0;
+fn set_name(linear: &Linear) -> String {
     let name = match linear.role.part() {
         Part::Attention => "self_attn",
         Part::Mlp if linear.expert.is_some() => "experts",
@@ -177,6 +194,14 @@ fn odd_size(set: Set<'_, '_>) -> Option<(&'static str, usize)> {
     })
 }
 
+pub(super) fn zero_bias_dropped(module: &str) -> Warning {
+    Warning {
+        code: WarningCode::ZeroBiasDropped,
+        subject: module.into(),
+        message: "its bias is all zeros and exllamav2 expects none: left out, which changes nothing".into(),
+    }
+}
+
 fn bias(
     arch: &Architecture,
     set: Set<'_, '_>,
@@ -189,12 +214,7 @@ fn bias(
         (true, None) => Err(Error::MissingBias { module: module.name().into() }),
         (false, None) => Ok(BiasDecision::None),
         (false, Some(Bias::AllZero)) => {
-            warnings.push(Warning {
-                code: WarningCode::ZeroBiasDropped,
-                subject: module.name().into(),
-                message: "its bias is all zeros and exllamav2 expects none: left out, which changes nothing"
-                    .into(),
-            });
+            warnings.push(zero_bias_dropped(module.name()));
             Ok(BiasDecision::DroppedZeros)
         }
         (false, Some(Bias::NonZero)) => {

@@ -28,11 +28,7 @@ impl Totals {
         let (mut quantized_weights, mut stored_bits, mut bias_bits) = (0, 0, 0);
         let (mut all_weights, mut all_bits) = (0, 0);
         for module in modules {
-            let bias = module.bias_bits();
-            let bits = match &module.decision {
-                Decision::Exl2(decision) => decision.stored_bits,
-                Decision::Dense => 16 * module.weights() + bias,
-            };
+            let (bias, bits) = (module.bias_bits(), module.stored_bits());
             if matches!(module.decision, Decision::Exl2(_)) && !module.is_head() {
                 quantized_weights += module.weights();
                 stored_bits += bits;
