@@ -1,5 +1,6 @@
 //! What the tests share: where the large assets are, small checkpoints written byte by byte, and the binary.
 #![allow(dead_code)] // Each test binary uses its own part.
+#![allow(clippy::unwrap_used, reason = "the exception for tests leaves out what test functions share")]
 
 pub(crate) mod binary;
 pub(crate) mod consistency;
