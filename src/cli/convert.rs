@@ -22,13 +22,13 @@ pub(super) struct Arguments {
     /// A directory with config.json and .safetensors files.
     source: PathBuf,
     /// The layout to convert to.
-    #[arg(long)]
+    #[arg(long, value_name = "LAYOUT")]
     to: Layout,
     /// The directory to write, which must not exist yet.
     #[arg(long, value_name = "DIR", required_unless_present = "dry_run")]
     out: Option<PathBuf>,
     /// Stored bits a weight of the decoder's linears, at most; widths are chosen by measured error.
-    #[arg(long)]
+    #[arg(long, value_name = "BITS", allow_negative_numbers = true)]
     bpw: Option<f64>,
     /// One width: for EXL2 that of all of the decoder's linears (2, 3, 4, 5, 6 or 8), for GPTQ the width to
     /// store codes in (exact, so never less than they need).
@@ -78,7 +78,7 @@ pub(super) struct Arguments {
     #[arg(long)]
     dry_run: bool,
     /// How progress is shown.
-    #[arg(long, value_enum, default_value_t = Style::Auto)]
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = Style::Auto)]
     progress: Style,
 }
 
@@ -148,15 +148,14 @@ impl Arguments {
         let progress = Progress::new(self.progress);
         let plan = self.plan(&checkpoint, &progress);
         progress.finish();
-        let plan = plan?;
+        let mut plan = plan?;
         let Some(out) = self.out.as_ref().filter(|_| !self.dry_run) else {
-            let mut warnings = checkpoint.warnings().to_vec();
-            warnings.extend(plan.warnings.iter().cloned());
+            plan.warnings.splice(..0, checkpoint.warnings().iter().cloned());
             if json {
                 return print::stdout(&(serde_json::to_string_pretty(&plan).unwrap_or_default() + "\n"));
             }
             let totals = totals_line(&plan);
-            return print::stdout(&(plan_table(&plan) + "\n" + &totals + &print::warnings(&warnings)));
+            return print::stdout(&(plan_table(&plan) + "\n" + &totals + &print::warnings(&plan.warnings)));
         };
         let shards = ConvertOptions { shard_size: self.shard_size };
         let report = convert(&checkpoint, &plan, out, &shards, &progress);
@@ -319,7 +318,8 @@ fn row(module: &PlannedModule) -> Vec<String> {
     let exact = || "0".to_string();
     let bits = module.stored_bits;
     let (layout, group, error) = match &module.decision {
-        Decision::Dense(dtype) => (format!("{:?}", dtype.dtype()).to_lowercase(), String::new(), exact()),
+        Decision::Dense(DenseType::Fp16) => ("fp16".to_string(), String::new(), String::new()),
+        Decision::Dense(DenseType::Bf16) => ("bf16".to_string(), String::new(), String::new()),
         Decision::Kept => ("kept".to_string(), String::new(), exact()),
         Decision::Gptq(decision) => (
             format!("gptq {}-bit{}", decision.bits.get(), if decision.act_order { " act-order" } else { "" }),
@@ -364,22 +364,29 @@ fn widths(widths: &[(Bits, usize)]) -> String {
 
 fn totals_line(plan: &Plan) -> String {
     let totals = &plan.totals;
+    let by_exllamav2 = match totals.exllamav2_bpw == totals.bpw {
+        true => String::new(),
+        false => format!(" ({:.4} as exllamav2 counts, without biases)", totals.exllamav2_bpw),
+    };
     let mut text = format!(
-        "{} of tensors; {} weights at {:.4} bpw ({:.4} as exllamav2 counts); whole file {:.4} bits a weight\n",
+        "{} of tensors; {} weights at {:.4} bpw{by_exllamav2}; whole file {:.4} bits a weight\n",
         print::bytes(totals.tensor_bytes),
         print::count(totals.quantized_weights),
         totals.bpw,
-        totals.exllamav2_bpw,
         totals.file_bpw,
     );
     if let Some(objective) = &plan.objective {
+        let proof = match objective.gap == 0.0 {
+            true => "proven to be the least".to_string(),
+            false => format!("at most {:e} above the least", objective.gap),
+        };
         text.push_str(&format!(
-            "mean relative error {:.5}; with one width a module it would be {:.5} (objective {:.6} against {:.6}{})\n",
+            "mean relative error {:.5}; the best plan of one width a module has {:.5}\n\
+             objective {:.4}, {proof}; that plan has {:.4}\n",
             objective.mean_relative_error,
             objective.mean_relative_error_one_width,
             objective.value,
             objective.one_width_a_module,
-            if objective.gap == 0.0 { ", the least possible".into() } else { format!(", at most {:e} above the least", objective.gap) },
         ));
     }
     text

@@ -196,7 +196,16 @@ pub fn describe(layout: &Layout) -> String {
             let widths: Vec<String> = widths.iter().map(|(bits, _)| bits.get().to_string()).collect();
             format!("exl2 {}-bit", widths.join("/"))
         }
-        Layout::Dense { dtype } => format!("dense {dtype:?}").to_lowercase(),
+        Layout::Dense { dtype } => format!("dense {}", float_name(&format!("{dtype:?}"))),
+    }
+}
+
+/// The usual name of a type that safetensors calls `F16`, `BF16`, `F32`.
+pub fn float_name(dtype: &str) -> String {
+    let name = dtype.to_lowercase();
+    match name.strip_prefix('f') {
+        Some(bits) => format!("fp{bits}"),
+        None => name,
     }
 }
 
