@@ -106,14 +106,19 @@ fn a_set_of_sizes_that_exl2_cannot_hold_becomes_dense() {
 }
 
 #[test]
-fn dense_and_exl2_sources_are_refused() {
+fn a_wholly_dense_source_is_quantized() {
     let mut dense = model();
     for (name, k, n) in LINEARS {
         dense.make_dense(name, k, n);
     }
     dense.quant = None;
-    let refused = refuse_model(&dense, &["--bpw", "4.25"]);
-    assert_eq!((refused.exit, refused.text("code")), (3, "plan.nothing_to_quantize"));
+    let dir = dense.write();
+    let converted = convert(dir.path(), &["--bpw", "6.5"]);
+    assert_eq!(converted.assert_errors(&open(dir.path())), LINEARS.len());
+}
+
+#[test]
+fn an_exl2_source_is_refused() {
     let refused = refuse(Path::new("fixtures/tiny-llama-exl2-4.0bpw"), &["--bpw", "4.25"]);
     assert_eq!((refused.exit, refused.text("code")), (3, "plan.already_exl2"));
     assert_eq!(refused.text("tensor"), "model.layers.0.self_attn.q_proj");

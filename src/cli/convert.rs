@@ -28,7 +28,7 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "DIR", required_unless_present = "dry_run")]
     out: Option<PathBuf>,
     /// Stored bits a weight of the decoder's linears, at most; widths are chosen by measured error.
-    #[arg(long, value_name = "BITS", allow_negative_numbers = true)]
+    #[arg(help_heading = "EXL2 output", long, value_name = "BITS", allow_negative_numbers = true)]
     bpw: Option<f64>,
     /// One width: for EXL2 that of all of the decoder's linears (2, 3, 4, 5, 6 or 8), for GPTQ the width to
     /// store codes in (exact, so never less than they need).
@@ -39,37 +39,40 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "N", conflicts_with = "bpw")]
     group_size: Option<usize>,
     /// Leave modules GPTQ where that is smaller or better and exllamav2 reads them; with --bpw.
-    #[arg(long, requires = "bpw")]
+    #[arg(help_heading = "EXL2 output", long, requires = "bpw")]
     keep_gptq: bool,
     /// Quantize the output head at this width; without it the head stays fp16.
-    #[arg(long, value_name = "N", value_parser = parse_bits)]
+    #[arg(help_heading = "EXL2 output", long, value_name = "N", value_parser = parse_bits)]
     head_bits: Option<Bits>,
     /// Fix the width of modules whose name a pattern matches; may be repeated.
-    #[arg(long, value_name = "REGEX=BITS", value_parser = parse_rule)]
+    #[arg(help_heading = "EXL2 output", long, value_name = "REGEX=BITS", value_parser = parse_rule)]
     set: Vec<(String, Bits)>,
     /// Lowest width of modules whose name a pattern matches; may be repeated.
-    #[arg(long, value_name = "REGEX=BITS", value_parser = parse_rule)]
+    #[arg(help_heading = "EXL2 output", long, value_name = "REGEX=BITS", value_parser = parse_rule)]
     min: Vec<(String, Bits)>,
     /// What to do with dense linears among quantized ones that exllamav2 loads together with them.
-    #[arg(long, value_name = "WHAT", value_enum)]
+    #[arg(help_heading = "EXL2 output", long, value_name = "WHAT", value_enum)]
     dense_members: Option<Members>,
     /// What a stored zero point of only ones means in an asymmetric v1 file that GPTQModel didn't write.
     #[arg(long, value_name = "MEANING", value_enum)]
     all_ones: Option<Ones>,
+    /// Convention of the source's stored zero points, where files contradict themselves.
+    #[arg(long, value_name = "CONVENTION", value_enum)]
+    source_zeros: Option<Zeros>,
     /// Convention of stored zero points in a GPTQ output; the source's if left out.
-    #[arg(long, value_enum)]
+    #[arg(help_heading = "GPTQ output", long, value_enum)]
     zeros: Option<Zeros>,
     /// Re-centre asymmetric modules in a GPTQ output, exactly: 2 and 3 bits become 4, 4 bits become 8.
-    #[arg(long)]
+    #[arg(help_heading = "GPTQ output", long)]
     sym: bool,
     /// Order of rows in a GPTQ output.
-    #[arg(long, value_enum)]
+    #[arg(help_heading = "GPTQ output", long, value_enum)]
     order: Option<RowOrder>,
     /// The program that is to read a GPTQ output: what it doesn't accept is changed exactly, or refused.
-    #[arg(long = "for", value_name = "READER", value_parser = parse_reader)]
+    #[arg(help_heading = "GPTQ output", long = "for", value_name = "READER", value_parser = parse_reader)]
     reader: Option<&'static Reader>,
     /// Let --for round scales that fp16 doesn't have.
-    #[arg(long)]
+    #[arg(help_heading = "GPTQ output", long)]
     allow_rounding: bool,
     /// Largest size of an output file: a number of bytes, or with kB, MB, GB, KiB, MiB, GiB.
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_size)]
@@ -97,11 +100,20 @@ enum Layout {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Zeros {
+pub(super) enum Zeros {
     /// Stored less one: what most programs read.
     V1,
     /// Stored as they are.
     V2,
+}
+
+impl From<Zeros> for gptq::ZeroConvention {
+    fn from(zeros: Zeros) -> Self {
+        match zeros {
+            Zeros::V1 => Self::V1,
+            Zeros::V2 => Self::V2,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -144,7 +156,10 @@ impl Arguments {
             Ones::Wrap => AllOnes::Wrap,
             Ones::PlusOne => AllOnes::PlusOne,
         });
-        let checkpoint = Checkpoint::open(&self.source, &OpenOptions { all_ones, ..OpenOptions::default() })?;
+        let checkpoint = Checkpoint::open(
+            &self.source,
+            &OpenOptions { all_ones, zeros: self.source_zeros.map(Into::into) },
+        )?;
         let progress = Progress::new(self.progress);
         let plan = self.plan(&checkpoint, &progress);
         progress.finish();
@@ -228,10 +243,7 @@ impl Arguments {
             None => Order::Keep,
         };
         Ok(GptqOptions {
-            zeros: self.zeros.map(|zeros| match zeros {
-                Zeros::V1 => gptq::ZeroConvention::V1,
-                Zeros::V2 => gptq::ZeroConvention::V2,
-            }),
+            zeros: self.zeros.map(Into::into),
             bits: bits.transpose()?,
             symmetric: self.sym,
             group_size: self.group_size,

@@ -13,11 +13,15 @@ use std::path::PathBuf;
 pub(super) struct Arguments {
     /// A directory with config.json and .safetensors files.
     checkpoint: PathBuf,
+    /// Convention of the stored zero points, where files contradict themselves.
+    #[arg(long, value_name = "CONVENTION", value_enum)]
+    source_zeros: Option<super::convert::Zeros>,
 }
 
 impl Arguments {
     pub(super) fn run(&self, json: bool) -> Result<(), Failure> {
-        let checkpoint = Checkpoint::open(&self.checkpoint, &OpenOptions::default())?;
+        let options = OpenOptions { zeros: self.source_zeros.map(Into::into), ..OpenOptions::default() };
+        let checkpoint = Checkpoint::open(&self.checkpoint, &options)?;
         let inspection = Inspection::new(&checkpoint);
         if json {
             let json = serde_json::to_string_pretty(&inspection).unwrap_or_default();

@@ -79,8 +79,8 @@ pub struct ReportModule {
     pub stored_out_features: usize,
     /// Layout in the source, in words: `gptq 4-bit g32 act-order v1`.
     pub layout_before: String,
-    /// Layout in the output, in the same words.
-    pub layout_after: String,
+    /// Layout in the output: `exl2`, `gptq` or `dense`; `decision` has the rest.
+    pub layout_after: &'static str,
     /// What the plan decided.
     pub decision: Decision,
     /// Rows of a group, if it was laid out anew.
@@ -140,16 +140,10 @@ impl ReportModule {
         };
         let layout_before = before.map_or_else(|| "dense (tied embedding)".into(), describe);
         let layout_after = match &planned.decision {
-            Decision::Kept => layout_before.clone(),
-            Decision::Dense(dtype) => format!("dense {:?}", dtype.dtype()).to_lowercase(),
-            Decision::Exl2(_) => {
-                let widths: Vec<String> = widths.iter().map(|(bits, _)| bits.to_string()).collect();
-                format!("exl2 {}-bit", widths.join("/"))
-            }
-            Decision::Gptq(d) => {
-                let order = if d.act_order { " act-order" } else { "" };
-                format!("gptq {}-bit g{}{order}", d.bits.get(), d.group_size)
-            }
+            Decision::Kept => before.map_or("dense", Layout::name),
+            Decision::Dense(_) => "dense",
+            Decision::Exl2(_) => "exl2",
+            Decision::Gptq(_) => "gptq",
         };
         let stored_bits = planned.stored_bits;
         Self {

@@ -375,8 +375,11 @@ fn check_siblings(
     reader: &'static Reader,
     modules: &[PlannedModule],
 ) -> Result<(), crate::Error> {
+    // Layer, whether it is q, k or v, expert.
     type Key = (usize, bool, Option<usize>);
-    let mut first: BTreeMap<Key, (Option<(u32, usize, bool)>, &str)> = BTreeMap::new();
+    // Width, group size, symmetry; `None` for a dense module.
+    type Alike = Option<(u32, usize, bool)>;
+    let mut first: BTreeMap<Key, Alike> = BTreeMap::new();
     for planned in modules {
         let Some(module) = checkpoint.module(&planned.source) else { continue };
         let Some(linear) = module.linear() else { continue };
@@ -390,8 +393,7 @@ fn check_siblings(
             (Decision::Kept, Layout::Gptq(g)) => Some((g.shape.bits.get(), g.group_size, g.zeros.symmetric)),
             _ => None,
         };
-        let (of_first, _) = first.entry(key).or_insert((stored, &planned.source));
-        if *of_first != stored {
+        if *first.entry(key).or_insert(stored) != stored {
             let (module, reader, objection) = (planned.source.clone(), reader.name, Objection::Siblings);
             return Err(Error::ReaderRefuses { module, reader, objection }.into());
         }
