@@ -74,7 +74,7 @@ pub enum WarningCode {
     NotFolded,
     /// A quantized head is stored as fp16.
     HeadDequantized,
-    /// Values of a dense tensor are rounded to fp16.
+    /// Values are rounded to fp16: those of a dense tensor, or weights of scales that are too small for it.
     RoundedToHalf,
     /// The target's engine reads something in the configuration differently.
     Config,

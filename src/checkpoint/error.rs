@@ -504,11 +504,11 @@ impl Fault {
                 "the file is damaged or was quantized badly: download it again, or quantize again"
             }
             Self::AllOnes { .. } => {
-                "choose: `wrap` reads them as 0, what the quantizer meant; `plus-one` as 2^bits, what \
+                "--all-ones wrap reads them as 0, what the quantizer meant; --all-ones plus-one as 2^bits, what \
                  exllama, exllamav2 and vLLM compute"
             }
             Self::Smear { .. } => "quantize the model again: no reader can tell these zero points",
-            Self::MixedZeros(_) => "name the convention that holds for the file, v1 or v2",
+            Self::MixedZeros(_) => "--source-zeros v1 or v2 says which convention holds for the file",
             Self::OtherLayout { .. } => "please report this",
         }
     }

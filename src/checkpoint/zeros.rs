@@ -306,12 +306,12 @@ fn warn(
     let first = zeros.iter().enumerate().find(|&(i, _)| wrapped(i)).and_then(|(_, zeros)| zeros.encoding);
     let rule = match first {
         Some(ZeroEncoding::V1WordWise) => "word by word, which undoes what their writer did",
-        Some(ZeroEncoding::V1PlusOne) => "2^bits",
-        _ => "0",
+        Some(ZeroEncoding::V1PlusOne) => "as 2^bits",
+        _ => "as 0",
     };
     tell(WarningCode::ZeroPointsWrapped, &wrapped, &|| {
         format!(
-            "{wrapped_count} stored zero points of the model are all ones. They are read as {rule}; engines disagree \
+            "{wrapped_count} stored zero points of the model are all ones. They are read {rule}; engines disagree \
              on them."
         )
     });

@@ -22,13 +22,13 @@ pub(super) struct Arguments {
     /// A directory with config.json and .safetensors files.
     source: PathBuf,
     /// The layout to convert to.
-    #[arg(long)]
+    #[arg(long, value_name = "LAYOUT")]
     to: Layout,
     /// The directory to write, which must not exist yet.
     #[arg(long, value_name = "DIR", required_unless_present = "dry_run")]
     out: Option<PathBuf>,
     /// Stored bits a weight of the decoder's linears, at most; widths are chosen by measured error.
-    #[arg(long)]
+    #[arg(help_heading = "EXL2 output", long, value_name = "BITS", allow_negative_numbers = true)]
     bpw: Option<f64>,
     /// One width: for EXL2 that of all of the decoder's linears (2, 3, 4, 5, 6 or 8), for GPTQ the width to
     /// store codes in (exact, so never less than they need).
@@ -38,35 +38,41 @@ pub(super) struct Arguments {
     /// source's.
     #[arg(long, value_name = "N", conflicts_with = "bpw")]
     group_size: Option<usize>,
+    /// Leave modules GPTQ where that is smaller or better and exllamav2 reads them; with --bpw.
+    #[arg(help_heading = "EXL2 output", long, requires = "bpw")]
+    keep_gptq: bool,
     /// Quantize the output head at this width; without it the head stays fp16.
-    #[arg(long, value_name = "N", value_parser = parse_bits)]
+    #[arg(help_heading = "EXL2 output", long, value_name = "N", value_parser = parse_bits)]
     head_bits: Option<Bits>,
     /// Fix the width of modules whose name a pattern matches; may be repeated.
-    #[arg(long, value_name = "REGEX=BITS", value_parser = parse_rule)]
+    #[arg(help_heading = "EXL2 output", long, value_name = "REGEX=BITS", value_parser = parse_rule)]
     set: Vec<(String, Bits)>,
     /// Lowest width of modules whose name a pattern matches; may be repeated.
-    #[arg(long, value_name = "REGEX=BITS", value_parser = parse_rule)]
+    #[arg(help_heading = "EXL2 output", long, value_name = "REGEX=BITS", value_parser = parse_rule)]
     min: Vec<(String, Bits)>,
     /// What to do with dense linears among quantized ones that exllamav2 loads together with them.
-    #[arg(long, value_name = "WHAT", value_enum)]
+    #[arg(help_heading = "EXL2 output", long, value_name = "WHAT", value_enum)]
     dense_members: Option<Members>,
     /// What a stored zero point of only ones means in an asymmetric v1 file that GPTQModel didn't write.
     #[arg(long, value_name = "MEANING", value_enum)]
     all_ones: Option<Ones>,
+    /// Convention of the source's stored zero points, where files contradict themselves.
+    #[arg(long, value_name = "CONVENTION", value_enum)]
+    source_zeros: Option<Zeros>,
     /// Convention of stored zero points in a GPTQ output; the source's if left out.
-    #[arg(long, value_enum)]
+    #[arg(help_heading = "GPTQ output", long, value_enum)]
     zeros: Option<Zeros>,
     /// Re-centre asymmetric modules in a GPTQ output, exactly: 2 and 3 bits become 4, 4 bits become 8.
-    #[arg(long)]
+    #[arg(help_heading = "GPTQ output", long)]
     sym: bool,
     /// Order of rows in a GPTQ output.
-    #[arg(long, value_enum)]
+    #[arg(help_heading = "GPTQ output", long, value_enum)]
     order: Option<RowOrder>,
     /// The program that is to read a GPTQ output: what it doesn't accept is changed exactly, or refused.
-    #[arg(long = "for", value_name = "READER", value_parser = parse_reader)]
+    #[arg(help_heading = "GPTQ output", long = "for", value_name = "READER", value_parser = parse_reader)]
     reader: Option<&'static Reader>,
     /// Let --for round scales that fp16 doesn't have.
-    #[arg(long)]
+    #[arg(help_heading = "GPTQ output", long)]
     allow_rounding: bool,
     /// Largest size of an output file: a number of bytes, or with kB, MB, GB, KiB, MiB, GiB.
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_size)]
@@ -75,7 +81,7 @@ pub(super) struct Arguments {
     #[arg(long)]
     dry_run: bool,
     /// How progress is shown.
-    #[arg(long, value_enum, default_value_t = Style::Auto)]
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = Style::Auto)]
     progress: Style,
 }
 
@@ -94,11 +100,20 @@ enum Layout {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Zeros {
+pub(super) enum Zeros {
     /// Stored less one: what most programs read.
     V1,
     /// Stored as they are.
     V2,
+}
+
+impl From<Zeros> for gptq::ZeroConvention {
+    fn from(zeros: Zeros) -> Self {
+        match zeros {
+            Zeros::V1 => Self::V1,
+            Zeros::V2 => Self::V2,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -146,22 +161,22 @@ impl Arguments {
             let message = format!("{} exists", out.display());
             return Err(Failure::usage(message, "choose another --out, or remove it"));
         }
-        let all_ones = self.all_ones.map(AllOnes::from);
-        let checkpoint = Checkpoint::open(&self.source, &OpenOptions { all_ones, ..OpenOptions::default() })?;
+        let options = OpenOptions {
+            all_ones: self.all_ones.map(AllOnes::from),
+            zeros: self.source_zeros.map(Into::into),
+        };
+        let checkpoint = Checkpoint::open(&self.source, &options)?;
         let progress = Progress::new(self.progress);
         let plan = self.plan(&checkpoint, &progress);
         progress.finish();
-        let plan = plan?;
+        let mut plan = plan?;
         let Some(out) = self.out.as_ref().filter(|_| !self.dry_run) else {
-            let mut warnings = checkpoint.warnings().to_vec();
-            warnings.extend(plan.warnings.iter().cloned());
+            plan.warnings.splice(..0, checkpoint.warnings().iter().cloned());
             if json {
                 return print::stdout(&(serde_json::to_string_pretty(&plan).unwrap_or_default() + "\n"));
             }
             let totals = totals_line(&plan);
-            return print::stdout(
-                &(plan_table(&checkpoint, &plan) + "\n" + &totals + &print::warnings(&warnings)),
-            );
+            return print::stdout(&(plan_table(&plan) + "\n" + &totals + &print::warnings(&plan.warnings)));
         };
         let shards = ConvertOptions { shard_size: self.shard_size };
         let report = convert(&checkpoint, &plan, out, &shards, &progress);
@@ -234,10 +249,7 @@ impl Arguments {
             None => Order::Keep,
         };
         Ok(GptqOptions {
-            zeros: self.zeros.map(|zeros| match zeros {
-                Zeros::V1 => gptq::ZeroConvention::V1,
-                Zeros::V2 => gptq::ZeroConvention::V2,
-            }),
+            zeros: self.zeros.map(Into::into),
             bits: bits.transpose()?,
             symmetric: self.sym,
             group_size: self.group_size,
@@ -275,6 +287,7 @@ impl Arguments {
             },
             set: rules(&self.set)?,
             min: rules(&self.min)?,
+            keep_gptq: self.keep_gptq,
         })
     }
 }
@@ -312,18 +325,19 @@ fn parse_size(text: &str) -> Result<u64, String> {
     }
 }
 
-fn plan_table(checkpoint: &Checkpoint, plan: &Plan) -> String {
+fn plan_table(plan: &Plan) -> String {
     let header = ["module", "in", "out", "layout", "group", "bpw", "error", "one step up", "one step down"];
     let mut rows = vec![header.map(String::from).to_vec()];
-    rows.extend(plan.modules.iter().map(|module| row(checkpoint, module)));
+    rows.extend(plan.modules.iter().map(row));
     print::table(&rows)
 }
 
-fn row(checkpoint: &Checkpoint, module: &PlannedModule) -> Vec<String> {
+fn row(module: &PlannedModule) -> Vec<String> {
     let exact = || "0".to_string();
-    let bits = module.stored_bits(checkpoint);
+    let bits = module.stored_bits;
     let (layout, group, error) = match &module.decision {
-        Decision::Dense(dtype) => (format!("{:?}", dtype.dtype()).to_lowercase(), String::new(), exact()),
+        Decision::Dense(DenseType::Fp16) => ("fp16".to_string(), String::new(), String::new()),
+        Decision::Dense(DenseType::Bf16) => ("bf16".to_string(), String::new(), String::new()),
         Decision::Kept => ("kept".to_string(), String::new(), exact()),
         Decision::Gptq(decision) => (
             format!("gptq {}-bit{}", decision.bits.get(), if decision.act_order { " act-order" } else { "" }),
@@ -368,22 +382,29 @@ fn widths(widths: &[(Bits, usize)]) -> String {
 
 fn totals_line(plan: &Plan) -> String {
     let totals = &plan.totals;
+    let by_exllamav2 = match totals.exllamav2_bpw == totals.bpw {
+        true => String::new(),
+        false => format!(" ({:.4} as exllamav2 counts, without biases)", totals.exllamav2_bpw),
+    };
     let mut text = format!(
-        "{} of tensors; {} weights at {:.4} bpw ({:.4} as exllamav2 counts); whole file {:.4} bits a weight\n",
+        "{} of tensors; {} weights at {:.4} bpw{by_exllamav2}; whole file {:.4} bits a weight\n",
         print::bytes(totals.tensor_bytes),
         print::count(totals.quantized_weights),
         totals.bpw,
-        totals.exllamav2_bpw,
         totals.file_bpw,
     );
     if let Some(objective) = &plan.objective {
+        let proof = match objective.gap == 0.0 {
+            true => "proven to be the least".to_string(),
+            false => format!("at most {:e} above the least", objective.gap),
+        };
         text.push_str(&format!(
-            "mean relative error {:.5}; with one width a module it would be {:.5} (objective {:.6} against {:.6}{})\n",
+            "mean relative error {:.5}; the best plan of one width a module has {:.5}\n\
+             objective {:.4}, {proof}; that plan has {:.4}\n",
             objective.mean_relative_error,
             objective.mean_relative_error_one_width,
             objective.value,
             objective.one_width_a_module,
-            if objective.gap == 0.0 { ", the least possible".into() } else { format!(", at most {:e} above the least", objective.gap) },
         ));
     }
     text
@@ -395,6 +416,12 @@ fn success(out: &str, report: &Report) -> String {
     let done = match worst {
         Some(Exactness::Requantized) => {
             format!("{:.4} bpw, mean relative error {:.5}", report.totals.bpw, report.mean_relative_error)
+        }
+        _ if report.target.is_exl2() => {
+            format!(
+                "{:.4} bpw, every module stays GPTQ, exactly: exllamav2 loads it as it is",
+                report.totals.bpw
+            )
         }
         Some(Exactness::Rounded) => "weights rounded once".into(),
         Some(Exactness::Exact) => "exact: every weight as decoded".into(),

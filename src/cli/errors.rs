@@ -52,6 +52,14 @@ impl Failure {
         Self { code, kind, file, tensor: None, message, hint: None }
     }
 
+    /// What clap says of the arguments: the first paragraph in one line, without its label.
+    pub(super) fn arguments(error: &clap::Error) -> Self {
+        let text = error.render().to_string();
+        let first: Vec<&str> = text.lines().take_while(|line| !line.is_empty()).map(str::trim).collect();
+        let message = first.join(" ");
+        Self::usage(message.trim_start_matches("error: ").into(), "see --help")
+    }
+
     /// Prints the error on stderr and gives the exit code.
     pub(super) fn report(&self, json: bool) -> ExitCode {
         print::stderr(&if json { self.json() } else { self.text() });
@@ -64,7 +72,9 @@ impl Failure {
 
     fn text(&self) -> String {
         let mut text = String::from("error: ");
-        for part in [&self.file, &self.tensor].into_iter().flatten() {
+        // Some messages tell what was done with the file, and so name it themselves.
+        let named = |part: &str| self.message.split([' ', ':']).any(|word| word == part);
+        for part in [&self.file, &self.tensor].into_iter().flatten().filter(|part| !named(part)) {
             text.push_str(part);
             text.push_str(": ");
         }

@@ -3,6 +3,7 @@
 use super::errors::Failure;
 use super::print;
 use requant::checkpoint::{Bias, Checkpoint, OpenOptions};
+use requant::convert::report::float_name;
 use requant::formats::gptq::GIdxKind;
 use requant::inspect::{InspectedLayout, InspectedModule, Inspection};
 use std::path::PathBuf;
@@ -12,11 +13,15 @@ use std::path::PathBuf;
 pub(super) struct Arguments {
     /// A directory with config.json and .safetensors files.
     checkpoint: PathBuf,
+    /// Convention of the stored zero points, where files contradict themselves.
+    #[arg(long, value_name = "CONVENTION", value_enum)]
+    source_zeros: Option<super::convert::Zeros>,
 }
 
 impl Arguments {
     pub(super) fn run(&self, json: bool) -> Result<(), Failure> {
-        let checkpoint = Checkpoint::open(&self.checkpoint, &OpenOptions::default())?;
+        let options = OpenOptions { zeros: self.source_zeros.map(Into::into), ..OpenOptions::default() };
+        let checkpoint = Checkpoint::open(&self.checkpoint, &options)?;
         let inspection = Inspection::new(&checkpoint);
         if json {
             let json = serde_json::to_string_pretty(&inspection).unwrap_or_default();
@@ -33,7 +38,7 @@ fn text(inspection: &Inspection) -> String {
     let totals = &inspection.totals;
     let mut text = String::new();
     text.push_str(&format!(
-        "{}, {} in {} of {}\n\n",
+        "{}, {} in {} {}\n\n",
         inspection.architecture.as_deref().unwrap_or("no architecture given"),
         print::bytes(totals.tensor_bytes),
         inspection.files.len(),
@@ -66,7 +71,7 @@ fn row(module: &InspectedModule) -> Vec<String> {
             };
             let symmetry = if zeros.symmetric { "sym" } else { "asym" };
             let undecided = if zeros.encoding.is_none() { " undecided" } else { "" };
-            let scales = if scales == "F16" { String::new() } else { format!(" {}", scales.to_lowercase()) };
+            let scales = if scales == "F16" { String::new() } else { format!(" {}", float_name(scales)) };
             (
                 format!("gptq {bits}-bit{scales}"),
                 group_size.to_string(),
@@ -84,9 +89,7 @@ fn row(module: &InspectedModule) -> Vec<String> {
             let layout = format!("exl2 {}-bit{padded}", widths.join("/"));
             (layout, "".into(), groups.to_string(), "".into(), "".into())
         }
-        InspectedLayout::Dense { dtype } => {
-            (dtype.to_lowercase(), "".into(), "".into(), "".into(), "".into())
-        }
+        InspectedLayout::Dense { dtype } => (float_name(dtype), "".into(), "".into(), "".into(), "".into()),
     };
     let bias = match module.bias {
         None => "",

@@ -21,10 +21,10 @@ struct Arguments {
     #[command(subcommand)]
     command: Command,
     /// Threads to use; all cores if left out.
-    #[arg(long, global = true, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, global = true, display_order = 100, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     threads: Option<u16>,
     /// Print results and errors as JSON.
-    #[arg(long, global = true)]
+    #[arg(long, global = true, display_order = 101)]
     json: bool,
 }
 
@@ -48,7 +48,14 @@ enum Command {
 
 /// Runs the program.
 pub(crate) fn run() -> ExitCode {
-    let arguments = Arguments::parse();
+    let arguments = match Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        // Help and the version, too, come as errors, but for stdout.
+        Err(e) if e.use_stderr() && std::env::args_os().any(|argument| argument == "--json") => {
+            return Failure::arguments(&e).report(true);
+        }
+        Err(e) => e.exit(),
+    };
     match execute(&arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => failure.report(arguments.json),

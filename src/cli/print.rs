@@ -18,22 +18,25 @@ pub(super) fn stderr(line: &str) {
     let _ = writeln!(std::io::stderr().lock(), "{line}");
 }
 
-/// Rows of cells as aligned columns: text left, numbers right.
+/// Rows of cells as aligned columns: text left, numbers right. The first row is the header; columns with
+/// nothing below it are left out.
 pub(super) fn table(rows: &[Vec<String>]) -> String {
-    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let cell = |row: &Vec<String>, c: usize| row.get(c).cloned().unwrap_or_default();
-    let widths: Vec<usize> =
-        (0..columns).map(|c| rows.iter().map(|r| cell(r, c).chars().count()).max().unwrap_or(0)).collect();
-    let is_number = |c: usize| {
-        rows.iter().skip(1).all(|r| cell(r, c).chars().all(|ch| ch.is_ascii_digit() || ".-+%".contains(ch)))
-    };
-    let right: Vec<bool> = (0..columns).map(is_number).collect();
+    let body = || rows.iter().skip(1);
+    let columns: Vec<usize> = (0..rows.iter().map(Vec::len).max().unwrap_or(0))
+        .filter(|&c| body().any(|r| !cell(r, c).is_empty()))
+        .collect();
+    let width = |c: usize| rows.iter().map(|r| cell(r, c).chars().count()).max().unwrap_or(0);
+    let is_number =
+        |c: usize| body().all(|r| cell(r, c).chars().all(|ch| ch.is_ascii_digit() || ".-+%".contains(ch)));
+    let columns: Vec<(usize, usize, bool)> = columns.iter().map(|&c| (c, width(c), is_number(c))).collect();
     let mut text = String::new();
     for row in rows {
-        let line: Vec<String> = (0..columns)
-            .map(|c| {
-                let (cell, width) = (cell(row, c), widths[c]);
-                if right[c] { format!("{cell:>width$}") } else { format!("{cell:<width$}") }
+        let line: Vec<String> = columns
+            .iter()
+            .map(|&(c, width, right)| {
+                let cell = cell(row, c);
+                if right { format!("{cell:>width$}") } else { format!("{cell:<width$}") }
             })
             .collect();
         text.push_str(line.join("  ").trim_end());
@@ -42,7 +45,7 @@ pub(super) fn table(rows: &[Vec<String>]) -> String {
     text
 }
 
-/// Warnings of one kind together, with at most three subjects each.
+/// Warnings a line each; those that say the same of several subjects together.
 pub(super) fn warnings(warnings: &[Warning]) -> String {
     let mut text = String::new();
     let mut seen: Vec<(&Warning, usize)> = Vec::new();
@@ -103,8 +106,19 @@ mod tests {
     }
 
     #[test]
+    fn warnings_that_say_the_same_are_told_once() {
+        let warning = |subject: &str, message: &str| Warning {
+            code: requant::WarningCode::ZeroBiasDropped,
+            subject: subject.into(),
+            message: message.into(),
+        };
+        let all = [warning("a.q", "odd"), warning("a.k", "left out"), warning("a.v", "left out")];
+        assert_eq!(warnings(&all), "warning: a.q: odd\nwarning: a.k and 1 more: left out\n");
+    }
+
+    #[test]
     fn numbers_stand_right() {
-        let rows = [vec!["name", "bits"], vec!["a", "4"], vec!["long", "12"]];
+        let rows = [vec!["name", "none", "bits"], vec!["a", "", "4"], vec!["long", "", "12"]];
         let rows: Vec<Vec<String>> =
             rows.iter().map(|r| r.iter().map(ToString::to_string).collect()).collect();
         assert_eq!(table(&rows), "name  bits\na        4\nlong    12\n");

@@ -21,6 +21,9 @@ pub(super) enum Style {
     None,
 }
 
+/// The stage whose "modules" are files, and which counts no weights.
+const WRITE: &str = "write";
+
 /// Time between two plain lines.
 const PAUSE: Duration = Duration::from_secs(5);
 
@@ -90,14 +93,26 @@ impl State {
 
     fn seconds_left(&self) -> Option<u64> {
         let rate = self.rate();
-        (rate > 0.0)
+        (rate > 0.0 && self.modules_done < self.modules)
             .then(|| ((self.weights - self.weights_done.min(self.weights)) as f64 / rate).ceil() as u64)
     }
 
     fn line(&self) -> String {
         let left = self.seconds_left().map_or(String::new(), |s| format!(", {} left", duration(s)));
+        if self.stage == WRITE {
+            return format!("{}/{} files", self.modules_done, self.modules);
+        }
         let rate = print::count(self.rate() as u64);
         format!("{}/{} modules, {rate} weights/s{left}", self.modules_done, self.modules)
+    }
+
+    /// What is to come.
+    fn announcement(&self) -> String {
+        match (self.stage, self.modules) {
+            (WRITE, 1) => "1 file".into(),
+            (WRITE, files) => format!("{files} files"),
+            (_, modules) => format!("{modules} modules, {} weights", print::count(self.weights)),
+        }
     }
 }
 
@@ -130,13 +145,18 @@ impl Observer for Progress {
                 self.bar.set_position(0);
                 self.bar.set_prefix(name);
                 if self.style == Style::Plain {
-                    print::stderr(&format!("{name}: {modules} modules, {} weights", print::count(weights)));
+                    print::stderr(&format!("{name}: {}", state.announcement()));
                 }
             }
             Event::Module { weights, .. } => {
                 state.modules_done += 1;
                 state.weights_done += weights;
-                self.bar.set_position(state.weights_done);
+                let (done, of) = match state.stage {
+                    WRITE => (state.modules_done as u64, state.modules as u64),
+                    _ => (state.weights_done, state.weights),
+                };
+                self.bar.set_length(of);
+                self.bar.set_position(done);
                 self.bar.set_message(state.line());
                 let last = state.modules_done == state.modules;
                 if self.style == Style::Plain && (last || state.last_line.elapsed() >= PAUSE) {

@@ -19,6 +19,9 @@ pub(super) struct Arguments {
     /// What a stored zero point of only ones means, if the conversion was told.
     #[arg(long, value_name = "MEANING", value_enum)]
     all_ones: Option<super::convert::Ones>,
+    /// Convention of the source's stored zero points, if the conversion was told.
+    #[arg(long, value_name = "CONVENTION", value_enum, requires = "against")]
+    source_zeros: Option<super::convert::Zeros>,
     /// How progress is shown.
     #[arg(long, value_enum, default_value_t = Style::Auto)]
     progress: Style,
@@ -31,7 +34,8 @@ impl Arguments {
             return Err(Failure::usage(message, "without --against, what readers ask of it is checked"));
         }
         let options = OpenOptions { all_ones: self.all_ones.map(Into::into), ..OpenOptions::default() };
-        let source = self.against.as_ref().map(|dir| Checkpoint::open(dir, &options)).transpose()?;
+        let of_source = OpenOptions { zeros: self.source_zeros.map(Into::into), ..options };
+        let source = self.against.as_ref().map(|dir| Checkpoint::open(dir, &of_source)).transpose()?;
         let progress = Progress::new(self.progress);
         let verification = verify(&self.dir, &options, source.as_ref(), &progress);
         progress.finish();

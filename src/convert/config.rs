@@ -15,9 +15,12 @@ struct Stated {
     symmetric: bool,
 }
 
+/// A module and, if it is quantized, what is stated of it, whether it has act-order, and its zero points.
+type OfModule<'a> = (&'a PlannedModule, Option<(Stated, bool, ZeroConvention)>);
+
 /// `quantization_config`, with the keys that AutoGPTQ and GPTQModel write.
 pub(super) fn gptq(checkpoint: &Checkpoint, plan: &Plan) -> Map<String, Value> {
-    let stated: Vec<(&PlannedModule, Option<(Stated, bool, ZeroConvention)>)> =
+    let stated: Vec<OfModule<'_>> =
         plan.modules.iter().map(|module| (module, state(checkpoint, module))).collect();
     let mut counts: BTreeMap<Stated, usize> = BTreeMap::new();
     for (_, stated) in &stated {
@@ -84,10 +87,7 @@ fn state(checkpoint: &Checkpoint, planned: &PlannedModule) -> Option<(Stated, bo
 }
 
 /// `dynamic`: what the base doesn't say. Modules left dense come first, as GPTQModel evaluates them.
-fn rules(
-    stated: &[(&PlannedModule, Option<(Stated, bool, ZeroConvention)>)],
-    base: Stated,
-) -> Map<String, Value> {
+fn rules(stated: &[OfModule<'_>], base: Stated) -> Map<String, Value> {
     let pattern = |sign: &str, name: &str| format!("{sign}^{}$", name.replace('.', "\\."));
     let mut rules = Map::new();
     for (module, stated) in stated {

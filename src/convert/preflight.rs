@@ -13,7 +13,7 @@ use rayon::prelude::*;
 use safetensors::Dtype;
 
 /// Checks all tensors that are stored as fp16, and that every weight decodes to a finite fp16. Gives a
-/// warning for each tensor that fp16 rounds.
+/// warning for each tensor that fp16 rounds, and for scales that are too small for it.
 pub(super) fn check(
     checkpoint: &Checkpoint,
     plan: &Plan,
@@ -30,13 +30,13 @@ pub(super) fn check(
     // A tied head is made of the embedding, which is in the list already.
     halves.dedup_by(|a, b| a == b && a == EMBEDDING);
     let views: Vec<TensorView<'_>> = halves.iter().filter_map(|name| checkpoint.tensor(name)).collect();
-    let warnings: Vec<Option<Warning>> =
+    let mut warnings: Vec<Option<Warning>> =
         views.par_iter().map(|&tensor| rounding(tensor)).collect::<Result<_, _>>()?;
     for module in plan.modules.iter().filter(|module| becomes_half(module)) {
         if observer.cancelled() {
             return Err(crate::Error::Cancelled);
         }
-        check_weights(checkpoint, &module.source)?;
+        warnings.push(check_weights(checkpoint, &module.source)?);
     }
     Ok(warnings.into_iter().flatten().collect())
 }
@@ -61,24 +61,33 @@ fn rounding(tensor: TensorView<'_>) -> Result<Option<Warning>, crate::Error> {
     }))
 }
 
-/// A scale that is finite can still give a weight that isn't.
-fn check_weights(checkpoint: &Checkpoint, name: &str) -> Result<(), crate::Error> {
-    let Some(module) = checkpoint.module(name) else { return Ok(()) };
-    let Layout::Gptq(gptq) = module.layout() else { return Ok(()) };
+/// A scale that is finite can still give a weight that isn't, and one of a wider type weights that fp16
+/// flushes.
+fn check_weights(checkpoint: &Checkpoint, name: &str) -> Result<Option<Warning>, crate::Error> {
+    let Some(module) = checkpoint.module(name) else { return Ok(None) };
+    let Layout::Gptq(gptq) = module.layout() else { return Ok(None) };
     let tensor = format!("{name}.scales");
-    let Some(scales) = checkpoint.tensor(&tensor) else { return Ok(()) };
+    let Some(stored) = checkpoint.tensor(&tensor) else { return Ok(None) };
+    let scales = floats(stored)?;
     // No |q − z| is larger than 2^bits.
     let limit = f16::MAX.to_f32() / (1u32 << gptq.shape.bits.get()) as f32;
-    if floats(scales)?.iter().all(|s| s.abs() <= limit) {
-        return Ok(());
-    }
-    let weights = checkpoint.dequantize(module)?;
-    match weights.iter().position(|w| !w.is_finite()) {
-        None => Ok(()),
-        Some(i) => {
+    if scales.iter().any(|s| s.abs() > limit) {
+        let weights = checkpoint.dequantize(module)?;
+        if let Some(i) = weights.iter().position(|w| !w.is_finite()) {
             let (row, column) = (i / module.out_features(), i % module.out_features());
-            let file = scales.file().into();
-            Err(Error::WeightOverflow { file, tensor, row, column, value: weights[i].to_f32() }.into())
+            let file = stored.file().into();
+            return Err(
+                Error::WeightOverflow { file, tensor, row, column, value: weights[i].to_f32() }.into()
+            );
         }
     }
+    let small = scales.iter().filter(|s| **s != 0.0 && s.abs() < f16::MIN_POSITIVE.to_f32()).count();
+    Ok((stored.dtype() != Dtype::F16 && small > 0).then(|| Warning {
+        code: WarningCode::RoundedToHalf,
+        subject: tensor,
+        message: format!(
+            "{small} of {} scales are below 2^-14: their weights lose digits in fp16, or become 0",
+            scales.len()
+        ),
+    }))
 }

@@ -27,7 +27,7 @@ pub struct Report {
     pub totals: Totals,
     /// What the widths were chosen by.
     pub objective: Option<Objective>,
-    /// Mean over the decoder's quantized linears of [`ReportModule::relative_error`].
+    /// Mean over the decoder linears that are quantized in the output of [`ReportModule::relative_error`].
     pub mean_relative_error: f64,
     /// Each linear, in block order.
     pub modules: Vec<ReportModule>,
@@ -79,8 +79,8 @@ pub struct ReportModule {
     pub stored_out_features: usize,
     /// Layout in the source, in words: `gptq 4-bit g32 act-order v1`.
     pub layout_before: String,
-    /// Layout in the output, in the same words.
-    pub layout_after: String,
+    /// Layout in the output: `exl2`, `gptq` or `dense`; `decision` has the rest.
+    pub layout_after: &'static str,
     /// What the plan decided.
     pub decision: Decision,
     /// Rows of a group, if it was laid out anew.
@@ -140,18 +140,12 @@ impl ReportModule {
         };
         let layout_before = before.map_or_else(|| "dense (tied embedding)".into(), describe);
         let layout_after = match &planned.decision {
-            Decision::Kept => layout_before.clone(),
-            Decision::Dense(dtype) => format!("dense {:?}", dtype.dtype()).to_lowercase(),
-            Decision::Exl2(_) => {
-                let widths: Vec<String> = widths.iter().map(|(bits, _)| bits.to_string()).collect();
-                format!("exl2 {}-bit", widths.join("/"))
-            }
-            Decision::Gptq(d) => {
-                let order = if d.act_order { " act-order" } else { "" };
-                format!("gptq {}-bit g{}{order}", d.bits.get(), d.group_size)
-            }
+            Decision::Kept => before.map_or("dense", Layout::name),
+            Decision::Dense(_) => "dense",
+            Decision::Exl2(_) => "exl2",
+            Decision::Gptq(_) => "gptq",
         };
-        let stored_bits = planned.stored_bits(checkpoint);
+        let stored_bits = planned.stored_bits;
         Self {
             name: planned.name.clone(),
             source: planned.source.clone(),
@@ -196,7 +190,16 @@ pub fn describe(layout: &Layout) -> String {
             let widths: Vec<String> = widths.iter().map(|(bits, _)| bits.get().to_string()).collect();
             format!("exl2 {}-bit", widths.join("/"))
         }
-        Layout::Dense { dtype } => format!("dense {dtype:?}").to_lowercase(),
+        Layout::Dense { dtype } => format!("dense {}", float_name(&format!("{dtype:?}"))),
+    }
+}
+
+/// The usual name of a type that safetensors calls `F16`, `BF16`, `F32`.
+pub fn float_name(dtype: &str) -> String {
+    let name = dtype.to_lowercase();
+    match name.strip_prefix('f') {
+        Some(bits) => format!("fp{bits}"),
+        None => name,
     }
 }
 
@@ -210,10 +213,14 @@ impl Report {
         side_files: SideFiles,
         warnings: Vec<Warning>,
     ) -> Self {
-        let requantized = || {
-            modules.iter().filter(|m| m.exactness == Exactness::Requantized && m.name != crate::arch::HEAD)
+        let quantized = || {
+            plan.modules
+                .iter()
+                .zip(&modules)
+                .filter(|(planned, _)| planned.is_quantized(checkpoint) && !planned.is_head())
         };
-        let mean = requantized().map(|m| m.relative_error).sum::<f64>() / requantized().count().max(1) as f64;
+        let mean =
+            quantized().map(|(_, m)| m.relative_error).sum::<f64>() / quantized().count().max(1) as f64;
         Self {
             schema: SCHEMA,
             tool: concat!("requant ", env!("CARGO_PKG_VERSION")).into(),

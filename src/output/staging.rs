@@ -126,9 +126,11 @@ fn parent(path: &Path) -> &Path {
 fn create_parent(out: &Path) -> Result<(), Error> {
     let parent = parent(out);
     fs::create_dir_all(parent).map_err(|source| {
-        // The system doesn't say which of the directories is in fact a file.
-        let file = parent.ancestors().find(|a| a.exists() && !a.is_dir());
-        Action::Create.failed(file.unwrap_or(parent))(source)
+        // The system doesn't say which of the directories is in fact a file, and may say that it exists.
+        match parent.ancestors().find(|a| a.exists() && !a.is_dir()) {
+            Some(file) => Action::Create.failed(file)(io::ErrorKind::NotADirectory.into()),
+            None => Action::Create.failed(parent)(source),
+        }
     })
 }
 

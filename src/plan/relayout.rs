@@ -66,8 +66,6 @@ pub struct GptqDecision {
     /// Type of `scales`.
     #[serde(serialize_with = "super::dtype_name")]
     pub scales: Dtype,
-    /// Bits of its tensors, the bias included.
-    pub stored_bits: u64,
 }
 
 impl GptqDecision {
@@ -126,6 +124,7 @@ impl Plan {
         let kept = |module: &Module| {
             let mut kept = planned(checkpoint, module, Decision::Kept, &mut Vec::new());
             kept.bias = if module.bias().is_some() { BiasDecision::Kept } else { BiasDecision::None };
+            kept.stored_bits = kept.count_bits(checkpoint);
             kept
         };
         let modules = checkpoint.modules().iter().map(kept).collect();
@@ -173,23 +172,25 @@ fn planned(
     let bias = match module.bias() {
         None => BiasDecision::None,
         Some(Bias::AllZero) if !expected && decision != Decision::Kept => {
-            warnings.push(super::sets::zero_bias_dropped(module));
+            warnings.push(super::sets::zero_bias_dropped(module.name()));
             BiasDecision::DroppedZeros
         }
         Some(_) => BiasDecision::Kept,
     };
-    let _ = checkpoint;
-    PlannedModule {
+    let mut planned = PlannedModule {
         name: module.name().into(),
         source: module.name().into(),
         in_features: module.in_features(),
         out_features: module.out_features(),
         decision,
         bias,
+        stored_bits: 0,
         options: Vec::new(),
         step_up: None,
         step_down: None,
-    }
+    };
+    planned.stored_bits = planned.count_bits(checkpoint);
+    planned
 }
 
 fn gptq_module(
@@ -220,7 +221,6 @@ fn gptq_module(
                 act_order: true,
                 equal_groups: true,
                 scales: Dtype::F16,
-                stored_bits: 0,
             }
         }
     };
@@ -255,16 +255,12 @@ fn gptq_module(
     };
     if !unchanged {
         module_plan = planned(checkpoint, module, Decision::Gptq(decision), &mut Vec::new());
-        let bits = module_plan.stored_bits(checkpoint);
-        if let Decision::Gptq(decision) = &mut module_plan.decision {
-            decision.stored_bits = bits;
-        }
     }
     Ok(module_plan)
 }
 
 /// Whether the tensors as they are already are what was decided.
-fn stays(module: &Module, gptq: &Gptq, decision: &GptqDecision, checkpoint: &Checkpoint) -> bool {
+pub(super) fn stays(module: &Module, gptq: &Gptq, decision: &GptqDecision, checkpoint: &Checkpoint) -> bool {
     let g_idx = checkpoint.tensor(&format!("{}.g_idx", module.name()));
     let whole_columns = checkpoint
         .tensor(&format!("{}.scales", module.name()))
@@ -294,7 +290,11 @@ fn bits_at_least(module: &Module, needed: u32, asked: Option<Bits>) -> Result<Bi
     }
 }
 
-fn from_gptq(module: &Module, gptq: &Gptq, options: &GptqOptions) -> Result<GptqDecision, crate::Error> {
+pub(super) fn from_gptq(
+    module: &Module,
+    gptq: &Gptq,
+    options: &GptqOptions,
+) -> Result<GptqDecision, crate::Error> {
     let from = gptq.shape.bits;
     let symmetric = gptq.zeros.symmetric;
     let must_be_symmetric = options.symmetric || options.reader.is_some_and(|r| r.symmetric_only);
@@ -328,7 +328,6 @@ fn from_gptq(module: &Module, gptq: &Gptq, options: &GptqOptions) -> Result<Gptq
         act_order: gptq.g_idx == GIdxKind::ActOrder,
         equal_groups: gptq.equal_groups,
         scales: gptq.scales,
-        stored_bits: 0,
     })
 }
 
@@ -384,8 +383,11 @@ fn check_siblings(
     reader: &'static Reader,
     modules: &[PlannedModule],
 ) -> Result<(), crate::Error> {
+    // Layer, whether it is q, k or v, expert.
     type Key = (usize, bool, Option<usize>);
-    let mut first: BTreeMap<Key, (Option<(u32, usize, bool)>, &str)> = BTreeMap::new();
+    // Width, group size, symmetry; `None` for a dense module.
+    type Alike = Option<(u32, usize, bool)>;
+    let mut first: BTreeMap<Key, Alike> = BTreeMap::new();
     for planned in modules {
         let Some(module) = checkpoint.module(&planned.source) else { continue };
         let Some(linear) = module.linear() else { continue };
@@ -399,8 +401,7 @@ fn check_siblings(
             (Decision::Kept, Layout::Gptq(g)) => Some((g.shape.bits.get(), g.group_size, g.zeros.symmetric)),
             _ => None,
         };
-        let (of_first, _) = first.entry(key).or_insert((stored, &planned.source));
-        if *of_first != stored {
+        if *first.entry(key).or_insert(stored) != stored {
             let (module, reader, objection) = (planned.source.clone(), reader.name, Objection::Siblings);
             return Err(Error::ReaderRefuses { module, reader, objection }.into());
         }

@@ -127,7 +127,8 @@ impl Check {
 const NO_REPORT: &str = "the directory has no report.json";
 const UNREADABLE: &str = "the checkpoint can't be opened";
 
-/// Verifies `dir`; `against` is the checkpoint that it was made of, opened with the same `options`.
+/// Verifies `dir`, opened with `options`; `against` is the checkpoint that it was made of, opened as it was for
+/// the conversion.
 ///
 /// # Errors
 /// Only what keeps the checks from running: a directory that can't be listed, [`crate::Error::Cancelled`].

@@ -1,6 +1,9 @@
-//! What the tests of reading share: where the large assets are, and small checkpoints written byte by byte.
+//! What the tests share: where the large assets are, small checkpoints written byte by byte, and the binary.
 #![allow(dead_code)] // Each test binary uses its own part.
+#![allow(clippy::unwrap_used, reason = "the exception for tests leaves out what test functions share")]
 
+pub(crate) mod binary;
+pub(crate) mod consistency;
 pub(crate) mod writer;
 
 use half::f16;

@@ -118,7 +118,7 @@ pub(crate) const Q: &str = "model.layers.0.self_attn.q_proj";
 /// The module with another k than the others.
 pub(crate) const DOWN: &str = "model.layers.0.mlp.down_proj";
 
-/// Its seven linears: name, k, n.
+/// The seven linears of the default sizes: name, k, n.
 pub(crate) const LINEARS: [(&str, usize, usize); 7] = [
     ("model.layers.0.self_attn.q_proj", HIDDEN, HIDDEN),
     ("model.layers.0.self_attn.k_proj", HIDDEN, HIDDEN),
@@ -129,7 +129,41 @@ pub(crate) const LINEARS: [(&str, usize, usize); 7] = [
     ("model.layers.0.mlp.down_proj", INTERMEDIATE, HIDDEN),
 ];
 
-/// A checkpoint of one Llama block, to be changed and then written.
+/// The sizes of a model; as many heads for keys and values as for queries.
+#[derive(Clone, Debug)]
+pub(crate) struct Sizes {
+    pub(crate) hidden: usize,
+    pub(crate) intermediate: usize,
+    pub(crate) heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) layers: usize,
+    pub(crate) vocab: usize,
+}
+
+impl Default for Sizes {
+    fn default() -> Self {
+        Self { hidden: HIDDEN, intermediate: INTERMEDIATE, heads: 2, head_dim: 32, layers: 1, vocab: VOCAB }
+    }
+}
+
+impl Sizes {
+    /// The seven linears of the first block: name, k, n.
+    pub(crate) fn linears(&self) -> [(&'static str, usize, usize); 7] {
+        let (hidden, intermediate, q) = (self.hidden, self.intermediate, self.heads * self.head_dim);
+        let sizes = [
+            (hidden, q),
+            (hidden, q),
+            (hidden, q),
+            (q, hidden),
+            (hidden, intermediate),
+            (hidden, intermediate),
+            (intermediate, hidden),
+        ];
+        std::array::from_fn(|i| (LINEARS[i].0, sizes[i].0, sizes[i].1))
+    }
+}
+
+/// A checkpoint of Llama blocks, to be changed and then written.
 #[derive(Clone, Debug)]
 pub(crate) struct Model {
     pub(crate) config: Value,
@@ -139,34 +173,85 @@ pub(crate) struct Model {
 }
 
 impl Model {
-    /// All linears stored as `how` says.
+    /// One block of the default sizes, all linears stored as `how` says.
     pub(crate) fn new(how: &Quantized) -> Self {
+        Self::sized(how, &Sizes::default())
+    }
+
+    /// All linears stored as `how` says.
+    pub(crate) fn sized(how: &Quantized, sizes: &Sizes) -> Self {
+        let Sizes { hidden, intermediate, heads, head_dim, layers, vocab } = *sizes;
         let mut tensors = Tensors::new();
-        for (name, k, n) in LINEARS {
-            gptq_module(&mut tensors, name, k, n, how);
+        let one = |size: usize| Tensor::f16s(&[size], &vec![1.0; size]);
+        for layer in 0..layers {
+            for (name, k, n) in sizes.linears() {
+                gptq_module(&mut tensors, &name.replace(".0.", &format!(".{layer}.")), k, n, how);
+            }
+            for norm in ["input_layernorm", "post_attention_layernorm"] {
+                tensors.insert(format!("model.layers.{layer}.{norm}.weight"), one(hidden));
+            }
         }
-        let ramp = |rows: usize, columns: usize| -> Vec<f32> {
-            (0..rows * columns).map(|i| (i % 31) as f32 * 0.01 - 0.15).collect()
-        };
+        let ramp: Vec<f32> = (0..vocab * hidden).map(|i| (i % 31) as f32 * 0.01 - 0.15).collect();
         for name in ["model.embed_tokens.weight", "lm_head.weight"] {
-            tensors.insert(name.into(), Tensor::f16s(&[VOCAB, HIDDEN], &ramp(VOCAB, HIDDEN)));
+            tensors.insert(name.into(), Tensor::f16s(&[vocab, hidden], &ramp));
         }
-        for name in
-            ["model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"]
-        {
-            tensors.insert(format!("{name}.weight"), Tensor::f16s(&[HIDDEN], &[1.0; HIDDEN]));
-        }
+        tensors.insert("model.norm.weight".into(), one(hidden));
         let format = if how.convention == ZeroConvention::V1 { "gptq" } else { "gptq_v2" };
         let quant = json!({
             "bits": how.bits, "group_size": how.group_size, "desc_act": false, "sym": true,
             "quant_method": "gptq", "checkpoint_format": format
         });
         let config = json!({
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN,
-            "intermediate_size": INTERMEDIATE, "num_hidden_layers": 1, "num_attention_heads": 2,
-            "num_key_value_heads": 2, "head_dim": 32, "vocab_size": VOCAB, "tie_word_embeddings": false
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+            "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
+            "num_key_value_heads": heads, "head_dim": head_dim, "vocab_size": vocab,
+            "tie_word_embeddings": false, "rope_theta": 10000.0
         });
         Self { config, quant: Some(quant), tensors }
+    }
+
+    /// What a directory holds, to be changed.
+    pub(crate) fn read(dir: &Path) -> Self {
+        let json = |name: &str| -> Value {
+            serde_json::from_slice(&std::fs::read(dir.join(name)).unwrap()).unwrap()
+        };
+        let mut config = json("config.json");
+        let stated = config.as_object_mut().unwrap().shift_remove("quantization_config");
+        let quant = stated.unwrap_or_else(|| json("quantize_config.json"));
+        let mut tensors = Tensors::new();
+        for entry in std::fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_none_or(|extension| extension != "safetensors") {
+                continue;
+            }
+            let bytes = std::fs::read(&path).unwrap();
+            for (name, view) in safetensors::SafeTensors::deserialize(&bytes).unwrap().tensors() {
+                let dtype = match view.dtype() {
+                    safetensors::Dtype::I32 => "I32",
+                    safetensors::Dtype::F16 => "F16",
+                    other => panic!("{name}: {other:?}"),
+                };
+                tensors.insert(name, Tensor::of(dtype, view.shape(), view.data()));
+            }
+        }
+        Self { config, quant: Some(quant), tensors }
+    }
+
+    /// Gives each tensor the name that `rename` makes of its own.
+    pub(crate) fn rename(&mut self, rename: impl Fn(&str) -> String) -> &mut Self {
+        let tensors = std::mem::take(&mut self.tensors);
+        self.tensors = tensors.into_iter().map(|(name, tensor)| (rename(&name), tensor)).collect();
+        self
+    }
+
+    /// Replaces a quantized module by a plain fp16 one `[n, k]`, its values derived from their places.
+    pub(crate) fn make_dense(&mut self, module: &str, k: usize, n: usize) -> &mut Self {
+        for suffix in ["qweight", "qzeros", "scales", "g_idx"] {
+            self.tensors.remove(&format!("{module}.{suffix}")).unwrap();
+        }
+        let values: Vec<f32> =
+            (0..k * n).map(|i| ((i * 37 + i / k * 11) % 101) as f32 * 0.002 - 0.1).collect();
+        self.put(module, "weight", Tensor::f16s(&[n, k], &values))
     }
 
     /// One key of the quantization's configuration.
@@ -189,6 +274,20 @@ impl Model {
     /// Removes a tensor of every module.
     pub(crate) fn remove_all(&mut self, suffix: &str) -> &mut Self {
         self.tensors.retain(|name, _| !name.ends_with(&format!(".{suffix}")));
+        self
+    }
+
+    /// Pads a 4-bit module of `stored` columns by 32, with codes, scales and zero points of 0.
+    pub(crate) fn pad_columns(&mut self, module: &str, stored: usize) -> &mut Self {
+        for (suffix, stored, more) in
+            [("qweight", stored, 32), ("qzeros", stored / 8, 4), ("scales", stored, 32)]
+        {
+            let tensor = self.tensor(module, suffix);
+            let size = tensor.bytes.len() / tensor.shape.iter().product::<usize>();
+            let rows = tensor.bytes.chunks_exact(stored * size);
+            tensor.bytes = rows.flat_map(|row| [row, &vec![0; more * size]].concat()).collect();
+            tensor.shape[1] += more;
+        }
         self
     }
 
