@@ -8,7 +8,7 @@ use requant::convert::REPORT_FILE;
 use requant::verify::{Check, Verification, verify};
 use std::path::PathBuf;
 
-/// Check a directory that was converted: hashes, what readers ask of it, and how exact it is.
+/// Check a converted directory: its files, what readers ask of it, how exact it is.
 #[derive(Debug, clap::Args)]
 pub(super) struct Arguments {
     /// The directory. Without report.json only what readers ask of it is checked.
