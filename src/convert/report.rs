@@ -6,7 +6,8 @@ use crate::plan::{
     BiasDecision, Decision, ModuleOption, Objective, Plan, PlannedModule, Price, Target, Totals,
 };
 use crate::warning::Warning;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 /// Version of the schema; raised when a field changes its meaning or goes.
 pub const SCHEMA: u32 = 1;
@@ -21,6 +22,8 @@ pub struct Report {
     pub tool: String,
     /// The source.
     pub source: SourceFacts,
+    /// The flags that were given, by name; empty where a program made the output through the library.
+    pub flags: Map<String, Value>,
     /// What was asked for.
     pub target: Target,
     /// Sizes.
@@ -51,7 +54,7 @@ pub struct SourceFacts {
 }
 
 /// What a conversion did to a tensor, from best to worst.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Exactness {
     /// The same bytes.
@@ -111,7 +114,7 @@ pub struct ReportModule {
 }
 
 /// Where a tensor of the output comes from.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct TensorOrigin {
     /// Name in the output.
     pub name: String,
@@ -201,9 +204,11 @@ pub fn describe(layout: &Layout) -> String {
 }
 
 impl Report {
+    #[allow(clippy::too_many_arguments, reason = "each is a part of the report")]
     pub(super) fn new(
         checkpoint: &Checkpoint,
         plan: &Plan,
+        flags: Map<String, Value>,
         modules: Vec<ReportModule>,
         tensors: Vec<TensorOrigin>,
         shards: Vec<ShardFile>,
@@ -216,11 +221,12 @@ impl Report {
         let mean = requantized().map(|m| m.relative_error).sum::<f64>() / requantized().count().max(1) as f64;
         Self {
             schema: SCHEMA,
-            tool: concat!("requant ", env!("CARGO_PKG_VERSION")).into(),
+            tool: crate::output::TOOL.into(),
             source: SourceFacts {
                 fingerprint: checkpoint.fingerprint(),
                 architecture: checkpoint.architecture().map(|a| a.name.into()),
             },
+            flags,
             target: plan.target,
             totals: plan.totals.clone(),
             objective: plan.objective.clone(),

@@ -8,7 +8,7 @@ use crate::checkpoint::{Checkpoint, Layout};
 use crate::quantize::{RowOrder, Samples, Source, fit_group};
 use rayon::prelude::*;
 use requant_formats::exl2::{Bits, ROW_UNIT};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// Group sizes that a plan chooses from.
@@ -18,7 +18,7 @@ pub const GROUP_SIZES: [usize; 3] = [32, 64, 128];
 const MOST_MIXES: usize = 64;
 
 /// One way to store a module.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModuleOption {
     /// Rows of a group.
     pub group_size: usize,
@@ -31,7 +31,7 @@ pub struct ModuleOption {
 }
 
 /// What another option would cost and bring.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Price {
     /// Bits more; negative for fewer.
     pub bits: i64,
