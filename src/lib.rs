@@ -20,3 +20,8 @@ pub use error::{Diagnose, Error, Kind};
 pub use plan::{Plan, PlanOptions, Target};
 pub use requant_formats as formats;
 pub use warning::{Warning, WarningCode};
+
+/// The README's example compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

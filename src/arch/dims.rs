@@ -24,8 +24,10 @@ pub struct Dims {
     pub experts: Option<usize>,
     /// `moe_intermediate_size`; `intermediate_size` where absent.
     pub expert_intermediate: usize,
-    /// Blocks of a mixture of experts that have one plain MLP (`mlp_only_layers`, `decoder_sparse_step`).
-    pub plain_layers: Vec<usize>,
+    /// `mlp_only_layers`: blocks of a mixture of experts that have one plain MLP.
+    pub plain_layers: Vec<u64>,
+    /// `decoder_sparse_step`: block `i` has experts only if this divides `i + 1`.
+    pub sparse_step: usize,
     /// `attention_bias`.
     pub attention_bias: bool,
     /// `mlp_bias`.
@@ -68,15 +70,16 @@ impl Dims {
             }
         };
         let layers = keys.size("num_hidden_layers")?;
-        let (experts, expert_intermediate, plain_layers) = match arch.mlp {
-            MlpKind::Dense => (None, intermediate, Vec::new()),
+        let (experts, expert_intermediate, plain_layers, sparse_step) = match arch.mlp {
+            MlpKind::Dense => (None, intermediate, Vec::new(), 1),
             MlpKind::Experts { .. } => (
                 Some(match keys.optional_size("num_local_experts")? {
                     Some(experts) => experts,
                     None => keys.size("num_experts")?,
                 }),
                 keys.optional_size("moe_intermediate_size")?.unwrap_or(intermediate),
-                plain_layers(&keys, layers)?,
+                keys.plain_layers()?,
+                keys.optional_size("decoder_sparse_step")?.unwrap_or(1),
             ),
         };
         Ok(Self {
@@ -90,6 +93,7 @@ impl Dims {
             experts,
             expert_intermediate,
             plain_layers,
+            sparse_step,
             attention_bias: keys.flag("attention_bias")?,
             mlp_bias: keys.flag("mlp_bias")?,
             tied: keys.flag("tie_word_embeddings")?,
@@ -98,23 +102,9 @@ impl Dims {
 
     /// Experts of a block; `None` where it has one plain MLP.
     pub fn experts_of(&self, layer: usize) -> Option<usize> {
-        self.experts.filter(|_| !self.plain_layers.contains(&layer))
+        let sparse = (layer + 1).is_multiple_of(self.sparse_step);
+        self.experts.filter(|_| sparse && !self.plain_layers.contains(&(layer as u64)))
     }
-}
-
-/// A block has experts if it isn't listed and `(layer + 1) % decoder_sparse_step == 0`.
-fn plain_layers(keys: &Keys<'_>, layers: usize) -> Result<Vec<usize>, Error> {
-    let step = keys.optional_size("decoder_sparse_step")?.unwrap_or(1);
-    let expected = "a list of layer numbers";
-    let listed = match keys.0.get("mlp_only_layers") {
-        None | Some(Value::Null) => Vec::new(),
-        found @ Some(Value::Array(list)) => list
-            .iter()
-            .map(|v| v.as_u64().ok_or(Error { key: "mlp_only_layers", found: found.cloned(), expected }))
-            .collect::<Result<_, _>>()?,
-        found => return Err(Error { key: "mlp_only_layers", found: found.cloned(), expected }),
-    };
-    Ok((0..layers).filter(|&layer| (layer + 1) % step != 0 || listed.contains(&(layer as u64))).collect())
 }
 
 struct Keys<'a>(&'a Map<String, Value>);
@@ -135,6 +125,19 @@ impl Keys<'_> {
                     Err(Error { key, found: Some(value.clone()), expected })
                 }
             },
+        }
+    }
+
+    fn plain_layers(&self) -> Result<Vec<u64>, Error> {
+        let key = "mlp_only_layers";
+        let wrong =
+            |found: &Value| Error { key, found: Some(found.clone()), expected: "a list of layer numbers" };
+        match self.0.get(key) {
+            None | Some(Value::Null) => Ok(Vec::new()),
+            Some(found @ Value::Array(list)) => {
+                list.iter().map(|layer| layer.as_u64().ok_or_else(|| wrong(found))).collect()
+            }
+            Some(found) => Err(wrong(found)),
         }
     }
 

@@ -47,6 +47,9 @@ pub(super) struct Arguments {
     /// source's.
     #[arg(long, value_name = "N", conflicts_with = "bpw")]
     group_size: Option<usize>,
+    /// Leave modules GPTQ where that is smaller or better and exllamav2 reads them; with --bpw.
+    #[arg(long, requires = "bpw")]
+    keep_gptq: bool,
     /// Quantize the output head at this width; without it the head stays fp16.
     #[arg(long, value_name = "N", value_parser = parse_bits)]
     head_bits: Option<Bits>,
@@ -179,7 +182,7 @@ impl Arguments {
         for plan in &plans {
             let mut warnings = checkpoint.warnings().to_vec();
             warnings.extend(plan.warnings.iter().cloned());
-            let table = plan_table(checkpoint, plan) + "\n" + &totals_line(plan);
+            let table = plan_table(plan) + "\n" + &totals_line(plan);
             print::stdout(&(table + &print::warnings(&warnings)))?;
         }
         Ok(())
@@ -240,7 +243,7 @@ impl Arguments {
         let begin = |dir: PathBuf, bpw: Option<f64>| -> Result<Output, Failure> {
             let job = match Job::begin(checkpoint, self.flags(bpw), &dir, existing)? {
                 Begun::Complete => None,
-                Begun::Job(job) => Some(job),
+                Begun::Job(job) => Some(*job),
             };
             Ok(Output { dir, bpw, job })
         };
@@ -401,6 +404,7 @@ impl Arguments {
             },
             set: rules(&self.set)?,
             min: rules(&self.min)?,
+            keep_gptq: self.keep_gptq,
         })
     }
 }
@@ -459,16 +463,16 @@ fn parse_size(text: &str) -> Result<u64, String> {
     }
 }
 
-fn plan_table(checkpoint: &Checkpoint, plan: &Plan) -> String {
+fn plan_table(plan: &Plan) -> String {
     let header = ["module", "in", "out", "layout", "group", "bpw", "error", "one step up", "one step down"];
     let mut rows = vec![header.map(String::from).to_vec()];
-    rows.extend(plan.modules.iter().map(|module| row(checkpoint, module)));
+    rows.extend(plan.modules.iter().map(row));
     print::table(&rows)
 }
 
-fn row(checkpoint: &Checkpoint, module: &PlannedModule) -> Vec<String> {
+fn row(module: &PlannedModule) -> Vec<String> {
     let exact = || "0".to_string();
-    let bits = module.stored_bits(checkpoint);
+    let bits = module.stored_bits;
     let (layout, group, error) = match &module.decision {
         Decision::Dense(dtype) => (format!("{:?}", dtype.dtype()).to_lowercase(), String::new(), exact()),
         Decision::Kept => ("kept".to_string(), String::new(), exact()),
@@ -542,6 +546,12 @@ fn success(out: &str, report: &Report) -> String {
     let done = match worst {
         Some(Exactness::Requantized) => {
             format!("{:.4} bpw, mean relative error {:.5}", report.totals.bpw, report.mean_relative_error)
+        }
+        _ if report.target.is_exl2() => {
+            format!(
+                "{:.4} bpw, every module stays GPTQ, exactly: exllamav2 loads it as it is",
+                report.totals.bpw
+            )
         }
         Some(Exactness::Rounded) => "weights rounded once".into(),
         Some(Exactness::Exact) => "exact: every weight as decoded".into(),

@@ -32,7 +32,7 @@ pub enum Begun {
     /// The output is there, made of the same source with the same flags.
     Complete,
     /// Something to do.
-    Job(Job),
+    Job(Box<Job>),
 }
 
 /// A conversion under way: the output is locked until this is dropped or run to its end.
@@ -124,7 +124,7 @@ impl Job {
             }
             _ => return Err(output::Error::Unfinished { path: path() }.into()),
         }
-        Ok(Begun::Job(Job { staging, identity, source_files, plan }))
+        Ok(Begun::Job(Box::new(Job { staging, identity, source_files, plan })))
     }
 
     /// The plan, if the job has gone that far.

@@ -154,7 +154,7 @@ impl ReportModule {
                 format!("gptq {}-bit g{}{order}", d.bits.get(), d.group_size)
             }
         };
-        let stored_bits = planned.stored_bits(checkpoint);
+        let stored_bits = planned.stored_bits;
         Self {
             name: planned.name.clone(),
             source: planned.source.clone(),

@@ -1,5 +1,6 @@
 //! Measures every option and lets the solver choose under the budget.
 
+use super::keep::solve_with_kept;
 use super::options::{Candidate, Job, Outcome};
 use super::solve::{Choice, Solution, solve};
 use super::{Error, Objective};
@@ -69,11 +70,9 @@ pub(super) fn by_error(
     let weights: u64 = jobs.iter().map(|job| job.member.module.weights()).sum();
     let budget = budget(jobs, bpw, weights)?;
     let measured = measurements.get(checkpoint, jobs, weights, observer)?;
-    let solved = |uniform_only: bool| -> Result<(Solution, Vec<Vec<usize>>), Error> {
-        let open: Vec<Vec<usize>> = measured
-            .iter()
-            .map(|c| (0..c.len()).filter(|&i| c[i].uniform || !uniform_only).collect())
-            .collect();
+    let solved = |open: &dyn Fn(&Candidate) -> bool| -> Result<(Solution, Vec<Vec<usize>>), Error> {
+        let open: Vec<Vec<usize>> =
+            measured.iter().map(|c| (0..c.len()).filter(|&i| open(&c[i])).collect()).collect();
         let classes: Vec<Vec<Choice>> = (jobs.iter().zip(measured).zip(&open))
             .map(|((job, candidates), open)| {
                 let n = job.member.linear.out_features as f64;
@@ -84,11 +83,25 @@ pub(super) fn by_error(
                 open.iter().map(choice).collect()
             })
             .collect();
-        let solution = solve(&classes, budget).ok_or_else(|| infeasible(jobs, bpw, weights))?;
-        Ok((solution, open))
+        let may_keep = |(c, open): (&Vec<Candidate>, &Vec<usize>)| open.iter().any(|&i| c[i].kept.is_some());
+        let solution = match measured.iter().zip(&open).any(may_keep) {
+            true => solve_with_kept(jobs, &measured, &open, budget),
+            false => solve(&classes, budget),
+        };
+        Ok((solution.ok_or_else(|| infeasible(jobs, bpw, weights))?, open))
     };
-    let (best, open) = solved(false)?;
-    let (one_width, one_width_open) = solved(true)?;
+    let (mut best, mut open) = solved(&|_| true)?;
+    let (one_width, one_width_open) = solved(&|candidate| candidate.uniform)?;
+    // Better only where the search was cut short, or where kept modules were looked for along hulls; the gap
+    // that was left shrinks by as much.
+    for (other, other_open) in
+        [solved(&|candidate| candidate.kept.is_none())?, (one_width.clone(), one_width_open.clone())]
+    {
+        if other.error < best.error {
+            let gap = (best.gap - (best.error - other.error)).max(0.0);
+            (best, open) = (Solution { gap, ..other }, other_open);
+        }
+    }
     let mean = |solution: &Solution, open: &[Vec<usize>]| {
         let errors =
             measured.iter().zip(open).zip(&solution.picks).map(|((c, o), &p)| c[o[p]].squared_error.sqrt());
@@ -108,21 +121,23 @@ pub(super) fn by_error(
 }
 
 fn budget(jobs: &[&Job<'_>], bpw: f64, weights: u64) -> Result<u64, Error> {
-    let (lowest, highest) = range(jobs);
-    let bits = bpw * weights as f64;
+    let (lowest, highest) = range(jobs, weights);
     // More than the dearest options is no error of size, but not what was asked for either.
-    if bits.is_nan() || bits < lowest as f64 || bits > highest as f64 {
+    if !(lowest..=highest).contains(&bpw) {
         return Err(infeasible(jobs, bpw, weights));
     }
-    Ok(bits as u64)
+    Ok((bpw * weights as f64) as u64)
 }
 
-fn range(jobs: &[&Job<'_>]) -> (u64, u64) {
-    jobs.iter().map(|job| job.range()).fold((0, 0), |sum, range| (sum.0 + range.0, sum.1 + range.1))
+/// bpw of the cheapest and of the dearest options. Both are rounded up to the four digits that an error
+/// prints, so that what it prints is feasible.
+fn range(jobs: &[&Job<'_>], weights: u64) -> (f64, f64) {
+    let sum = |part: fn((u64, u64)) -> u64| jobs.iter().map(|job| part(job.range())).sum::<u64>();
+    let bpw = |bits: u64| (bits as f64 / weights as f64 * 1e4).ceil() / 1e4;
+    (bpw(sum(|range| range.0)), bpw(sum(|range| range.1)))
 }
 
 fn infeasible(jobs: &[&Job<'_>], asked: f64, weights: u64) -> Error {
-    let (lowest, highest) = range(jobs);
-    let bpw = |bits: u64| bits as f64 / weights as f64;
-    Error::Infeasible { asked, lowest: bpw(lowest), highest: bpw(highest) }
+    let (lowest, highest) = range(jobs, weights);
+    Error::Infeasible { asked, lowest, highest }
 }

@@ -2,7 +2,9 @@
 
 use super::readers::Objection;
 use crate::{Diagnose, Kind};
+use requant_formats::exl2::MAX_GROUP_ROWS;
 use requant_formats::gptq::ZeroConvention;
+use std::path::{Path, PathBuf};
 
 /// Why no plan can be made.
 #[derive(Debug, thiserror::Error)]
@@ -56,14 +58,28 @@ pub enum Error {
     /// A bias on the output head.
     #[error("the output head has a bias, which exllamav2 does not support")]
     HeadBias,
+    /// A weight that is not finite.
+    #[error("the weight at row {row}, column {column} of [in_features, out_features] is {value} as fp16")]
+    NotFinite {
+        /// File of the source.
+        file: PathBuf,
+        /// Tensor of the source: the scales of a GPTQ module, else its weight.
+        tensor: String,
+        /// Row of the weight.
+        row: usize,
+        /// Column of the weight.
+        column: usize,
+        /// What it decodes to.
+        value: f32,
+    },
     /// The hidden size keeps the head from being quantized.
-    #[error("the head can't be quantized: hidden_size {hidden} is no multiple of 32")]
+    #[error("the head can't be quantized: hidden_size {hidden} is no multiple of 32, or above 65536")]
     HeadSize {
         /// k of the head.
         hidden: usize,
     },
     /// The group size isn't one of the format's.
-    #[error("group size {found} is no positive multiple of 32")]
+    #[error("group size {found} is no multiple of 32 from 32 to {MAX_GROUP_ROWS}")]
     GroupSize {
         /// The size asked for.
         found: usize,
@@ -175,6 +191,7 @@ impl Diagnose for Error {
             Self::UnexpectedBias { .. } => "plan.unexpected_bias",
             Self::MissingBias { .. } => "plan.missing_bias",
             Self::HeadBias => "plan.head_bias",
+            Self::NotFinite { .. } => "plan.not_finite",
             Self::HeadSize { .. } => "plan.head_size",
             Self::GroupSize { .. } => "plan.group_size",
             Self::Pattern { .. } => "plan.pattern",
@@ -202,8 +219,16 @@ impl Diagnose for Error {
         }
     }
 
+    fn file(&self) -> Option<&Path> {
+        match self {
+            Self::NotFinite { file, .. } => Some(file),
+            _ => None,
+        }
+    }
+
     fn tensor(&self) -> Option<&str> {
         match self {
+            Self::NotFinite { tensor, .. } => Some(tensor),
             Self::AlreadyExl2 { module }
             | Self::DenseMember { module }
             | Self::UnexpectedBias { module, .. }
@@ -242,6 +267,9 @@ impl Diagnose for Error {
                 "exllamav2 has no place for it; this model can't become EXL2 without changing it".into()
             }
             Self::MissingBias { .. } => "the checkpoint is incomplete: download it again".into(),
+            Self::NotFinite { .. } => {
+                "EXL2 stores fp16; the file may be damaged: compare its hash with the hub's".into()
+            }
             Self::HeadSize { .. } => "leave --head-bits out: the head then stays fp16".into(),
             Self::GroupSize { .. } => "32, 64 and 128 are usual".into(),
             Self::UnusedRule { .. } => "`requant inspect` lists the modules' names".into(),

@@ -1,11 +1,13 @@
 //! What becomes of the output head. It is outside bpw.
 
+use super::options::{stored_bits, straddling};
+use super::sets::zero_bias_dropped;
 use super::{BiasDecision, Decision, DenseType, Error, Exl2Decision, PlanOptions, PlannedModule, Target};
 use crate::arch::{Dims, EMBEDDING, HEAD};
 use crate::checkpoint::{Bias, Checkpoint, Layout};
 use crate::quantize::RowOrder;
 use crate::warning::{Warning, WarningCode};
-use requant_formats::exl2::{Group, GroupTable, ROW_UNIT};
+use requant_formats::exl2::{MAX_ROWS, ROW_UNIT};
 
 /// Rows of a group of the head, unless the user gives a size for all.
 const GROUP_SIZE: usize = 64;
@@ -35,22 +37,22 @@ pub(super) fn plan(
     let (k, n) = (dims.hidden, dims.vocab);
     let decision = match options.head_bits {
         None => Decision::Dense(DenseType::Fp16),
-        Some(_) if k % ROW_UNIT != 0 => return Err(Error::HeadSize { hidden: k }),
+        Some(_) if k % ROW_UNIT != 0 || k > MAX_ROWS => return Err(Error::HeadSize { hidden: k }),
         Some(bits) => {
             let group_size = match options.target {
                 Target::Uniform { group_size, .. } => group_size,
                 _ => GROUP_SIZE,
             };
-            let starts = (0..k).step_by(group_size);
-            let groups: Vec<Group> = starts.map(|at| Group { bits, rows: group_size.min(k - at) }).collect();
-            let bits = vec![bits; groups.len()];
-            let table = GroupTable::new(groups).map_err(|_| Error::HeadSize { hidden: k })?;
+            let order = RowOrder::Grouped;
+            let bits = vec![bits; k.div_ceil(group_size)];
+            // A head that is padded is quantized from its dense weights, which have no groups.
+            let aligned = own.filter(|_| n % ROW_UNIT == 0);
             Decision::Exl2(Exl2Decision {
                 group_size,
+                order,
+                straddling_groups: aligned.map_or(0, |m| straddling(checkpoint, m, order, group_size)),
+                stored_bits: stored_bits(k, n.next_multiple_of(ROW_UNIT), group_size, &bits),
                 bits,
-                order: RowOrder::Grouped,
-                straddling_groups: 0,
-                stored_bits: table.stored_bits(n.next_multiple_of(ROW_UNIT)),
                 relative_error: None,
             })
         }
@@ -67,16 +69,25 @@ pub(super) fn plan(
             ),
         });
     }
+    let bias = match module.and_then(|m| m.bias()) {
+        Some(_) => {
+            warnings.push(zero_bias_dropped(HEAD));
+            BiasDecision::DroppedZeros
+        }
+        None => BiasDecision::None,
+    };
+    let stored_bits = match &decision {
+        Decision::Exl2(decision) => decision.stored_bits,
+        _ => 16 * (k * n) as u64,
+    };
     Ok(Some(PlannedModule {
         name: HEAD.into(),
         source: source.into(),
         in_features: k,
         out_features: n,
         decision,
-        bias: match module.and_then(|m| m.bias()) {
-            Some(_) => BiasDecision::DroppedZeros,
-            None => BiasDecision::None,
-        },
+        stored_bits,
+        bias,
         options: Vec::new(),
         step_up: None,
         step_down: None,

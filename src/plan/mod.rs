@@ -7,6 +7,7 @@
 mod choose;
 mod error;
 mod head;
+mod keep;
 mod options;
 pub mod readers;
 mod relayout;
@@ -33,7 +34,7 @@ use crate::quantize::RowOrder;
 use crate::warning::{Warning, WarningCode};
 use choose::Measurements;
 use options::{Job, Outcome};
-use requant_formats::exl2::{Bits, ROW_UNIT};
+use requant_formats::exl2::{Bits, MAX_GROUP_ROWS, ROW_UNIT};
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
@@ -97,13 +98,21 @@ pub struct PlanOptions {
     pub set: Vec<WidthRule>,
     /// Widths that are a floor, by module name; the first rule that matches counts.
     pub min: Vec<WidthRule>,
+    /// Whether GPTQ modules may stay as they are where exllamav2 reads them; with [`Target::Bpw`] only.
+    pub keep_gptq: bool,
 }
 
 impl PlanOptions {
     /// Options with nothing but a target.
     pub fn new(target: Target) -> Self {
-        let (set, min) = (Vec::new(), Vec::new());
-        Self { target, head_bits: None, dense_members: DenseMembers::default(), set, min }
+        Self {
+            target,
+            head_bits: None,
+            dense_members: DenseMembers::default(),
+            set: Vec::new(),
+            min: Vec::new(),
+            keep_gptq: false,
+        }
     }
 }
 
@@ -154,6 +163,8 @@ pub struct PlannedModule {
     pub decision: Decision,
     /// What its bias becomes.
     pub bias: BiasDecision,
+    /// Bits of its tensors in the output, the bias included.
+    pub stored_bits: u64,
     /// What the decision was chosen from: each width for all of the module, at each group size.
     pub options: Vec<ModuleOption>,
     /// The next option that costs more.
@@ -264,6 +275,11 @@ impl Plan {
             let found = checkpoint.config().get("architectures").map(ToString::to_string);
             return Err(Error::Architecture { found }.into());
         };
+        if let Target::Uniform { group_size: found, .. } = options.target
+            && (found == 0 || found % ROW_UNIT != 0 || found > MAX_GROUP_ROWS)
+        {
+            return Err(Error::GroupSize { found }.into());
+        }
         checkpoint.require_decodable()?;
         let (members, mut warnings) = sets::members(checkpoint, arch, dims, options)?;
         rules::check_used(&options.set, &members)?;
@@ -281,16 +297,18 @@ impl Plan {
                     choose::by_error(checkpoint, &quantized, bpw, measurements, observer)?;
                 (outcomes, Some(objective))
             }
-            _ => (quantized.iter().map(|job| job.only_outcome()).collect(), None),
+            _ => (quantized.iter().map(|job| job.only_outcome(checkpoint)).collect(), None),
         };
         let mut outcomes = outcomes.into_iter();
         let mut modules: Vec<PlannedModule> = jobs
             .iter()
             .map(|job| {
                 let outcome = if job.space.is_some() { outcomes.next() } else { None };
-                job.planned(outcome.unwrap_or_else(Outcome::dense))
+                job.planned(checkpoint, outcome.unwrap_or_else(Outcome::dense))
             })
             .collect();
+        let stored_bits: Vec<u64> = modules.iter().map(|m| m.stored_bits).collect();
+        warnings.extend(sets::dense_members_quantized(&members, &stored_bits));
         warnings.extend(modules.iter().filter_map(straddling));
         let untied = dims.tied && head.is_some();
         modules.extend(head);

@@ -4,10 +4,11 @@ use super::rules;
 use super::sets::{Member, Treatment};
 use super::{BiasDecision, Decision, DenseType, Error, Exl2Decision, PlanOptions, PlannedModule, Target};
 use crate::arch::Role;
-use crate::checkpoint::{Checkpoint, Layout};
-use crate::quantize::{RowOrder, Samples, Source, fit_group};
+use crate::checkpoint::{Checkpoint, Layout, Module};
+use crate::quantize::{Cut, RowOrder, Samples, Source, fit_group};
 use rayon::prelude::*;
-use requant_formats::exl2::{Bits, ROW_UNIT};
+use requant_formats::exl2::Bits;
+use requant_formats::gptq::GIdxKind;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -15,7 +16,7 @@ use std::ops::Range;
 pub const GROUP_SIZES: [usize; 3] = [32, 64, 128];
 
 /// Mixes of widths kept a module and group size, besides the uniform ones.
-const MOST_MIXES: usize = 64;
+pub(super) const MOST_MIXES: usize = 64;
 
 /// One way to store a module.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -28,6 +29,9 @@ pub struct ModuleOption {
     pub stored_bits: u64,
     /// Frobenius norm of the difference over that of the weight.
     pub relative_error: f64,
+    /// Whether the module stays GPTQ.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub kept: bool,
 }
 
 /// What another option would cost and bring.
@@ -44,6 +48,8 @@ pub(super) struct Job<'a> {
     pub(super) member: &'a Member<'a>,
     /// `None`: it becomes dense.
     pub(super) space: Option<Space>,
+    /// Whether it may stay GPTQ.
+    keep: bool,
 }
 
 /// Options, before anything is measured.
@@ -68,6 +74,8 @@ pub(super) struct Candidate {
     /// Width of each group, in the order of the source's rows.
     pub(super) bits: Vec<Bits>,
     pub(super) uniform: bool,
+    /// What it becomes if it stays GPTQ.
+    pub(super) kept: Option<Decision>,
     pub(super) stored_bits: u64,
     /// Squared error over squared norm.
     pub(super) squared_error: f64,
@@ -88,7 +96,7 @@ impl Outcome {
 impl<'a> Job<'a> {
     pub(super) fn new(member: &'a Member<'a>, options: &PlanOptions) -> Result<Self, Error> {
         if member.treatment == Treatment::Dense {
-            return Ok(Self { member, space: None });
+            return Ok(Self { member, space: None, keep: false });
         }
         let set = rules::width(&options.set, member)?;
         let min = rules::width(&options.min, member)?;
@@ -100,9 +108,6 @@ impl<'a> Job<'a> {
         }
         let (mut group_sizes, asked) = match options.target {
             Target::Uniform { bits, group_size } => {
-                if group_size == 0 || group_size % ROW_UNIT != 0 {
-                    return Err(Error::GroupSize { found: group_size });
-                }
                 (vec![group_size], vec![min.map_or(bits, |min| min.max(bits))])
             }
             _ => (aligned_group_sizes(member), Bits::ALL.to_vec()),
@@ -115,7 +120,9 @@ impl<'a> Job<'a> {
             widths.drain(..widths.len() - 1);
             group_sizes.truncate(1);
         }
-        Ok(Self { member, space: Some(Space { group_sizes, widths, order: row_order(member) }) })
+        let space = Some(Space { group_sizes, widths, order: row_order(member) });
+        // A width that the user fixed is not the source's.
+        Ok(Self { member, space, keep: options.keep_gptq && set.is_none() })
     }
 
     fn bias_bits(&self) -> u64 {
@@ -125,12 +132,10 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Bits of one width and one group size.
-    fn uniform_bits(&self, bits: Bits, group_size: usize) -> u64 {
-        let (k, n) = (self.member.linear.in_features as u64, self.member.linear.out_features as u64);
-        let groups = k.div_ceil(group_size as u64);
-        // What GroupTable::stored_bits counts; a test compares the two.
-        k * n * u64::from(bits.get()) + (4 * n + 48) * groups + 32 * k + self.bias_bits()
+    /// Bits of all tensors, given the width of each group.
+    fn stored_bits(&self, group_size: usize, bits: &[Bits]) -> u64 {
+        let (k, n) = (self.member.linear.in_features, self.member.linear.out_features);
+        stored_bits(k, n, group_size, bits) + self.bias_bits()
     }
 
     /// The cheapest and the dearest option.
@@ -138,29 +143,26 @@ impl<'a> Job<'a> {
         let Some(space) = &self.space else { return (0, 0) };
         let all = || {
             let sizes = space.group_sizes.iter();
-            sizes.flat_map(|&size| space.widths.iter().map(move |&bits| self.uniform_bits(bits, size)))
+            sizes.flat_map(|&size| {
+                let groups = self.member.linear.in_features.div_ceil(size);
+                space.widths.iter().map(move |&bits| self.stored_bits(size, &vec![bits; groups]))
+            })
         };
         (all().min().unwrap_or(0), all().max().unwrap_or(0))
     }
 
     /// The outcome where there is one option, which needs no measuring.
-    pub(super) fn only_outcome(&self) -> Outcome {
+    pub(super) fn only_outcome(&self, checkpoint: &Checkpoint) -> Outcome {
         let Some(space) = &self.space else { return Outcome::dense() };
-        let (group_size, bits) = (space.group_sizes[0], space.widths[0]);
-        let k = self.member.linear.in_features;
-        let straddling_groups = match self.member.module.layout() {
-            Layout::Gptq(gptq) if space.order == RowOrder::Grouped && gptq.equal_groups => {
-                straddling(k, gptq.group_size, group_size)
-            }
-            _ => 0,
-        };
+        let (group_size, k) = (space.group_sizes[0], self.member.linear.in_features);
+        let bits = vec![space.widths[0]; k.div_ceil(group_size)];
         Outcome {
             decision: Decision::Exl2(Exl2Decision {
                 group_size,
-                bits: vec![bits; k.div_ceil(group_size)],
                 order: space.order,
-                straddling_groups,
-                stored_bits: self.uniform_bits(bits, group_size),
+                straddling_groups: straddling(checkpoint, self.member.module, space.order, group_size),
+                stored_bits: self.stored_bits(group_size, &bits),
+                bits,
                 relative_error: None,
             }),
             ..Outcome::dense()
@@ -184,19 +186,17 @@ impl<'a> Job<'a> {
                 })
                 .collect();
             let norm: f64 = measured.iter().map(|m| m.1).sum();
+            if !norm.is_finite() {
+                return Err(not_finite(checkpoint, self.member.module, &source).into());
+            }
             let share = |error: f64| if norm == 0.0 { 0.0 } else { error / norm };
             let candidate = |choice: &[usize], uniform| {
                 let bits: Vec<Bits> = choice.iter().map(|&w| space.widths[w]).collect();
-                let n = self.member.linear.out_features as u64;
-                let code_bits =
-                    |(places, b): (&Range<usize>, &Bits)| places.len() as u64 * n * u64::from(b.get());
-                let lowest = space.widths[0];
-                let k = self.member.linear.in_features as u64;
                 Candidate {
                     group_size,
                     uniform,
-                    stored_bits: self.uniform_bits(lowest, group_size) - k * n * u64::from(lowest.get())
-                        + cut.groups.iter().zip(&bits).map(code_bits).sum::<u64>(),
+                    kept: None,
+                    stored_bits: self.stored_bits(group_size, &bits),
                     squared_error: share(measured.iter().zip(choice).map(|(m, &w)| m.0[w]).sum()),
                     straddling: cut.straddling,
                     bits,
@@ -212,7 +212,30 @@ impl<'a> Job<'a> {
                 candidates.extend(mixes.iter().map(|choice| candidate(choice, false)));
             }
         }
+        candidates.extend(self.kept(checkpoint)?);
         Ok(candidates)
+    }
+
+    /// The option of staying GPTQ.
+    fn kept(&self, checkpoint: &Checkpoint) -> Result<Option<Candidate>, crate::Error> {
+        let module = self.member.module;
+        let decision = match self.keep {
+            true => super::keep::decision(checkpoint, module, self.member.bias)?,
+            false => None,
+        };
+        let (Some(decision), Layout::Gptq(gptq)) = (decision, module.layout()) else { return Ok(None) };
+        let outcome = Outcome { decision: decision.clone(), ..Outcome::dense() };
+        let stored_bits = self.planned(checkpoint, outcome).stored_bits;
+        let groups = module.in_features().div_ceil(gptq.group_size);
+        Ok(Some(Candidate {
+            group_size: gptq.group_size,
+            bits: vec![Bits::ALL[2]; groups],
+            uniform: true,
+            kept: Some(decision),
+            stored_bits,
+            squared_error: 0.0,
+            straddling: 0,
+        }))
     }
 
     /// The outcome of choosing one of the measured candidates.
@@ -238,30 +261,35 @@ impl<'a> Job<'a> {
             step_up: ladder.iter().find(|c| c.stored_bits > chosen.stored_bits).map(|c| step(c)),
             step_down: ladder.iter().rfind(|c| c.stored_bits < chosen.stored_bits).map(|c| step(c)),
             options: candidates.iter().filter(|c| c.uniform).map(|c| c.option(k)).collect(),
-            decision: Decision::Exl2(Exl2Decision {
-                group_size: chosen.group_size,
-                bits: chosen.bits.clone(),
-                order: space.order,
-                straddling_groups: chosen.straddling,
-                stored_bits: chosen.stored_bits,
-                relative_error: Some(chosen.squared_error.sqrt()),
+            decision: chosen.kept.clone().unwrap_or_else(|| {
+                Decision::Exl2(Exl2Decision {
+                    group_size: chosen.group_size,
+                    bits: chosen.bits.clone(),
+                    order: space.order,
+                    straddling_groups: chosen.straddling,
+                    stored_bits: chosen.stored_bits,
+                    relative_error: Some(chosen.squared_error.sqrt()),
+                })
             }),
         }
     }
 
-    pub(super) fn planned(&self, outcome: Outcome) -> PlannedModule {
+    pub(super) fn planned(&self, checkpoint: &Checkpoint, outcome: Outcome) -> PlannedModule {
         let linear = &self.member.linear;
-        PlannedModule {
+        let mut planned = PlannedModule {
             name: linear.exl2_name.clone(),
             source: linear.name.clone(),
             in_features: linear.in_features,
             out_features: linear.out_features,
             decision: outcome.decision,
             bias: self.member.bias,
+            stored_bits: 0,
             options: outcome.options,
             step_up: outcome.step_up,
             step_down: outcome.step_down,
-        }
+        };
+        planned.stored_bits = planned.count_bits(checkpoint);
+        planned
     }
 }
 
@@ -272,6 +300,7 @@ impl Candidate {
             widths: widths(&self.bits, self.group_size, in_features),
             stored_bits: self.stored_bits,
             relative_error: self.squared_error.sqrt(),
+            kept: self.kept.is_some(),
         }
     }
 }
@@ -279,7 +308,7 @@ impl Candidate {
 /// A module's weights as the quantizer takes them.
 pub(crate) fn source(
     checkpoint: &Checkpoint,
-    module: &crate::checkpoint::Module,
+    module: &Module,
     order: RowOrder,
 ) -> Result<Source, crate::checkpoint::Error> {
     Ok(match module.layout() {
@@ -288,17 +317,45 @@ pub(crate) fn source(
     })
 }
 
+/// The first weight that isn't finite. Conversion looks at all tensors before it writes; an error of infinity
+/// would mislead the choice of widths long before.
+fn not_finite(checkpoint: &Checkpoint, module: &Module, source: &Source) -> Error {
+    let suffix = if module.layout().is_quantized() { "scales" } else { "weight" };
+    let tensor = format!("{}.{suffix}", module.name());
+    let decoded = source.decoded();
+    let position = decoded.iter().position(|w| !w.is_finite()).unwrap_or(0);
+    let n = source.out_features();
+    Error::NotFinite {
+        file: checkpoint.tensor(&tensor).map(|t| t.file().into()).unwrap_or_default(),
+        tensor,
+        row: position / n,
+        column: position % n,
+        value: decoded[position],
+    }
+}
+
+/// Rows of each group, in order; the last may be shorter.
+fn group_rows(group_size: usize, in_features: usize) -> impl Iterator<Item = usize> {
+    (0..in_features).step_by(group_size).map(move |start| group_size.min(in_features - start))
+}
+
 /// Rows of each width, the widest first.
 pub(super) fn widths(bits: &[Bits], group_size: usize, in_features: usize) -> Vec<(Bits, usize)> {
-    let rows = |i: usize| group_size.min(in_features - i * group_size);
-    Bits::ALL
-        .into_iter()
-        .rev()
-        .map(|width| {
-            (width, bits.iter().enumerate().filter(|(_, b)| **b == width).map(|(i, _)| rows(i)).sum())
-        })
-        .filter(|(_, rows)| *rows > 0)
-        .collect()
+    let rows_of = |width: Bits| {
+        let groups = bits.iter().zip(group_rows(group_size, in_features));
+        groups.filter(|(bits, _)| **bits == width).map(|(_, rows)| rows).sum()
+    };
+    let widths = Bits::ALL.into_iter().rev().map(|width| (width, rows_of(width)));
+    widths.filter(|(_, rows)| *rows > 0).collect()
+}
+
+/// Bits of the five tensors, given the width of each group in any order: what `GroupTable::stored_bits`
+/// counts for groups in stored order. A test compares the two.
+pub(super) fn stored_bits(in_features: usize, out_features: usize, group_size: usize, bits: &[Bits]) -> u64 {
+    let (k, n, groups) = (in_features as u64, out_features as u64, bits.len() as u64);
+    let rows = group_rows(group_size, in_features);
+    let code_bits = |(rows, bits): (usize, &Bits)| rows as u64 * n * u64::from(bits.get());
+    rows.zip(bits).map(code_bits).sum::<u64>() + (4 * n + 48) * groups + 32 * k
 }
 
 /// exllamav2 permutes the columns of gate and up to match down_proj's rows, but not their biases.
@@ -313,7 +370,7 @@ fn aligned_group_sizes(member: &Member<'_>) -> Vec<usize> {
     let aligned: Vec<usize> = match member.module.layout() {
         Layout::Gptq(gptq) if gptq.equal_groups => {
             let size = gptq.group_size;
-            let fits = |s: &usize| size % s == 0 || s % size == 0;
+            let fits = |s: &usize| size.is_multiple_of(*s) || s.is_multiple_of(size);
             GROUP_SIZES.into_iter().filter(fits).collect()
         }
         _ => GROUP_SIZES.to_vec(),
@@ -324,19 +381,33 @@ fn aligned_group_sizes(member: &Member<'_>) -> Vec<usize> {
     sizes.into_iter().take(more_than_one + 1).collect()
 }
 
-/// Groups of `group_size` rows that hold parts of several of the source's groups of `from` rows.
-fn straddling(k: usize, from: usize, group_size: usize) -> usize {
-    let whole = |start: usize, end: usize| start % from == 0 && (end % from == 0 || end == k);
-    (0..k)
-        .step_by(group_size)
-        .map(|start| (start, k.min(start + group_size)))
-        .filter(|&(start, end)| start / from != (end - 1) / from && !whole(start, end))
-        .count()
+/// [`Cut::straddling`] of a module whose weights needn't be read for it.
+pub(super) fn straddling(
+    checkpoint: &Checkpoint,
+    module: &Module,
+    order: RowOrder,
+    group_size: usize,
+) -> usize {
+    let k = module.in_features();
+    let Layout::Gptq(gptq) = module.layout() else { return 0 };
+    let stored = match gptq.g_idx {
+        GIdxKind::ActOrder => checkpoint.tensor(&format!("{}.g_idx", module.name())),
+        _ => None,
+    };
+    // Opening has checked that the index has k entries, none negative.
+    let mut groups: Vec<u32> = match stored.and_then(|tensor| tensor.integers()) {
+        Some(index) => index.into_iter().map(|group| group as u32).collect(),
+        None => (0..k).map(|row| (row / gptq.group_size) as u32).collect(),
+    };
+    if order == RowOrder::Grouped {
+        groups.sort_unstable();
+    }
+    Cut::new(k, group_size, Some(&groups)).straddling
 }
 
 /// Mixes of widths along the lower convex hull of size and error, from all lowest to all highest: the
 /// exchange that saves most error a bit comes first. Gives an index into `widths` for each group.
-fn mixes(groups: &[Range<usize>], widths: &[Bits], errors: &[&[f64]]) -> Vec<Vec<usize>> {
+pub(super) fn mixes(groups: &[Range<usize>], widths: &[Bits], errors: &[&[f64]]) -> Vec<Vec<usize>> {
     let mut steps: Vec<(f64, usize, usize)> = Vec::new();
     for (g, errors) in errors.iter().enumerate() {
         let rows = groups[g].len() as f64;

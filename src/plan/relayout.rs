@@ -65,8 +65,6 @@ pub struct GptqDecision {
     pub equal_groups: bool,
     /// Type of `scales`.
     pub scales: Dtype,
-    /// Bits of its tensors, the bias included.
-    pub stored_bits: u64,
 }
 
 impl Plan {
@@ -117,6 +115,7 @@ impl Plan {
         let kept = |module: &Module| {
             let mut kept = planned(checkpoint, module, Decision::Kept, &mut Vec::new());
             kept.bias = if module.bias().is_some() { BiasDecision::Kept } else { BiasDecision::None };
+            kept.stored_bits = kept.count_bits(checkpoint);
             kept
         };
         let modules = checkpoint.modules().iter().map(kept).collect();
@@ -164,23 +163,25 @@ fn planned(
     let bias = match module.bias() {
         None => BiasDecision::None,
         Some(Bias::AllZero) if !expected && decision != Decision::Kept => {
-            warnings.push(super::sets::zero_bias_dropped(module));
+            warnings.push(super::sets::zero_bias_dropped(module.name()));
             BiasDecision::DroppedZeros
         }
         Some(_) => BiasDecision::Kept,
     };
-    let _ = checkpoint;
-    PlannedModule {
+    let mut planned = PlannedModule {
         name: module.name().into(),
         source: module.name().into(),
         in_features: module.in_features(),
         out_features: module.out_features(),
         decision,
         bias,
+        stored_bits: 0,
         options: Vec::new(),
         step_up: None,
         step_down: None,
-    }
+    };
+    planned.stored_bits = planned.count_bits(checkpoint);
+    planned
 }
 
 fn gptq_module(
@@ -211,7 +212,6 @@ fn gptq_module(
                 act_order: true,
                 equal_groups: true,
                 scales: Dtype::F16,
-                stored_bits: 0,
             }
         }
     };
@@ -246,16 +246,12 @@ fn gptq_module(
     };
     if !unchanged {
         module_plan = planned(checkpoint, module, Decision::Gptq(decision), &mut Vec::new());
-        let bits = module_plan.stored_bits(checkpoint);
-        if let Decision::Gptq(decision) = &mut module_plan.decision {
-            decision.stored_bits = bits;
-        }
     }
     Ok(module_plan)
 }
 
 /// Whether the tensors as they are already are what was decided.
-fn stays(module: &Module, gptq: &Gptq, decision: &GptqDecision, checkpoint: &Checkpoint) -> bool {
+pub(super) fn stays(module: &Module, gptq: &Gptq, decision: &GptqDecision, checkpoint: &Checkpoint) -> bool {
     let g_idx = checkpoint.tensor(&format!("{}.g_idx", module.name()));
     let whole_columns = checkpoint
         .tensor(&format!("{}.scales", module.name()))
@@ -285,7 +281,11 @@ fn bits_at_least(module: &Module, needed: u32, asked: Option<Bits>) -> Result<Bi
     }
 }
 
-fn from_gptq(module: &Module, gptq: &Gptq, options: &GptqOptions) -> Result<GptqDecision, crate::Error> {
+pub(super) fn from_gptq(
+    module: &Module,
+    gptq: &Gptq,
+    options: &GptqOptions,
+) -> Result<GptqDecision, crate::Error> {
     let from = gptq.shape.bits;
     let symmetric = gptq.zeros.symmetric;
     let must_be_symmetric = options.symmetric || options.reader.is_some_and(|r| r.symmetric_only);
@@ -319,7 +319,6 @@ fn from_gptq(module: &Module, gptq: &Gptq, options: &GptqOptions) -> Result<Gptq
         act_order: gptq.g_idx == GIdxKind::ActOrder,
         equal_groups: gptq.equal_groups,
         scales: gptq.scales,
-        stored_bits: 0,
     })
 }
 

@@ -65,8 +65,10 @@ pub(super) fn members<'a>(
     }
     let mut members = Vec::with_capacity(all.len());
     let mut warnings = Vec::new();
-    for set in all.chunk_by(|(a, _), (b, _)| a.layer == b.layer && a.role.part() == b.role.part()) {
-        let treatments = treat(set, options, &mut warnings)?;
+    // A source without any quantized linear is to be quantized; in others a dense set was meant to be dense.
+    let dense_source = all.iter().all(|(_, module)| is_dense(module));
+    for set in all.chunk_by(|(a, _), (b, _)| same_set(a, b)) {
+        let treatments = treat(set, dense_source, options, &mut warnings)?;
         for ((linear, module), treatment) in set.iter().zip(treatments) {
             let bias = bias(arch, set, linear, module, &mut warnings)?;
             members.push(Member { linear: linear.clone(), module, treatment, bias });
@@ -77,22 +79,26 @@ pub(super) fn members<'a>(
 
 type Set<'s, 'a> = &'s [(Linear, &'a Module)];
 
+fn is_dense(module: &Module) -> bool {
+    matches!(module.layout(), Layout::Dense { .. })
+}
+
 fn treat(
     set: Set<'_, '_>,
+    dense_source: bool,
     options: &PlanOptions,
     warnings: &mut Vec<Warning>,
 ) -> Result<Vec<Treatment>, Error> {
-    let is_dense = |module: &Module| matches!(module.layout(), Layout::Dense { .. });
     if let Some((_, module)) = set.iter().find(|(_, m)| matches!(m.layout(), Layout::Exl2(_))) {
         return Err(Error::AlreadyExl2 { module: module.name().into() });
     }
     let dense: Vec<&Module> = set.iter().map(|(_, m)| *m).filter(|m| is_dense(m)).collect();
     let all = |treatment| Ok(vec![treatment; set.len()]);
     let fp16 = 16 * set.iter().map(|(_, m)| m.weights()).sum::<u64>();
-    if dense.len() == set.len() {
+    if dense.len() == set.len() && !dense_source {
         warnings.push(Warning {
             code: WarningCode::DenseSetKept,
-            subject: set_name(set),
+            subject: set_name(&set[0].0),
             message: format!("dense in the source and stays so: {fp16} bits as fp16, outside the bpw"),
         });
         return all(Treatment::Dense);
@@ -100,7 +106,7 @@ fn treat(
     if let Some((axis, size)) = odd_size(set) {
         warnings.push(Warning {
             code: WarningCode::OddSize,
-            subject: set_name(set),
+            subject: set_name(&set[0].0),
             message: format!(
                 "{axis} is {size}, which EXL2 can't hold (multiples of 32, at most {MAX_ROWS} rows): the set \
                  becomes fp16, exactly as decoded, {fp16} bits outside the bpw"
@@ -108,7 +114,7 @@ fn treat(
         });
         return all(Treatment::Dense);
     }
-    if dense.is_empty() {
+    if dense.is_empty() || dense_source {
         return all(Treatment::Quantize);
     }
     match options.dense_members {
@@ -116,7 +122,7 @@ fn treat(
         DenseMembers::DequantizeSet => {
             warnings.push(Warning {
                 code: WarningCode::SetDequantized,
-                subject: set_name(set),
+                subject: set_name(&set[0].0),
                 message: format!(
                     "{} dense in the source, so the whole set becomes fp16, exactly as decoded: {fp16} bits \
                      outside the bpw",
@@ -125,17 +131,8 @@ fn treat(
             });
             all(Treatment::Dense)
         }
+        // The warning comes when the widths are known: `dense_members_quantized`.
         DenseMembers::Quantize => {
-            let bits = 16 * dense.iter().map(|m| m.weights()).sum::<u64>();
-            warnings.push(Warning {
-                code: WarningCode::DenseMemberQuantized,
-                subject: set_name(set),
-                message: format!(
-                    "{} dense in the source ({bits} bits as fp16) while the rest of the set is quantized, which \
-                     exllamav2 can't load: quantized at the widest option of the plan",
-                    names(&dense)
-                ),
-            });
             let member = |(_, m): &(Linear, &Module)| match is_dense(m) {
                 true => Treatment::QuantizeWidest,
                 false => Treatment::Quantize,
@@ -143,6 +140,33 @@ fn treat(
             Ok(set.iter().map(member).collect())
         }
     }
+}
+
+/// Warns of the dense members that a plan quantizes, with what that costs; `bits` is what each member's
+/// tensors take.
+pub(super) fn dense_members_quantized(members: &[Member<'_>], bits: &[u64]) -> Vec<Warning> {
+    let all: Vec<(&Member<'_>, u64)> = members.iter().zip(bits.iter().copied()).collect();
+    let widest: Vec<_> = all.into_iter().filter(|(m, _)| m.treatment == Treatment::QuantizeWidest).collect();
+    let sets = widest.chunk_by(|(a, _), (b, _)| same_set(&a.linear, &b.linear));
+    sets.map(|set| {
+        let dense: Vec<&Module> = set.iter().map(|(m, _)| m.module).collect();
+        let fp16 = 16 * dense.iter().map(|m| m.weights()).sum::<u64>();
+        let stored: u64 = set.iter().map(|(_, bits)| bits).sum();
+        Warning {
+            code: WarningCode::DenseMemberQuantized,
+            subject: set_name(&set[0].0.linear),
+            message: format!(
+                "{} dense in the source ({fp16} bits as fp16) while the rest of the set is quantized, which \
+                 exllamav2 can't load: quantized at the widest option of the plan, {stored} bits",
+                names(&dense)
+            ),
+        }
+    })
+    .collect()
+}
+
+fn same_set(a: &Linear, b: &Linear) -> bool {
+    a.layer == b.layer && a.role.part() == b.role.part()
 }
 
 fn names(modules: &[&Module]) -> String {
@@ -154,8 +178,7 @@ fn names(modules: &[&Module]) -> String {
     format!("{} {}", list.join(", "), if modules.len() == 1 { "is" } else { "are" })
 }
 
-fn set_name(set: Set<'_, '_>) -> String {
-    let linear = &set[0].0;
+fn set_name(linear: &Linear) -> String {
     let name = match linear.role.part() {
         Part::Attention => "self_attn",
         Part::Mlp if linear.expert.is_some() => "experts",
@@ -177,6 +200,14 @@ fn odd_size(set: Set<'_, '_>) -> Option<(&'static str, usize)> {
     })
 }
 
+pub(super) fn zero_bias_dropped(module: &str) -> Warning {
+    Warning {
+        code: WarningCode::ZeroBiasDropped,
+        subject: module.into(),
+        message: "its bias is all zeros and exllamav2 expects none: left out, which changes nothing".into(),
+    }
+}
+
 fn bias(
     arch: &Architecture,
     set: Set<'_, '_>,
@@ -189,7 +220,7 @@ fn bias(
         (true, None) => Err(Error::MissingBias { module: module.name().into() }),
         (false, None) => Ok(BiasDecision::None),
         (false, Some(Bias::AllZero)) => {
-            warnings.push(zero_bias_dropped(module));
+            warnings.push(zero_bias_dropped(module.name()));
             Ok(BiasDecision::DroppedZeros)
         }
         (false, Some(Bias::NonZero)) => {
@@ -201,15 +232,5 @@ fn bias(
             let way_out = flag.filter(|_| set.iter().all(|(_, m)| m.bias().is_some()));
             Err(Error::UnexpectedBias { module: module.name().into(), way_out })
         }
-    }
-}
-
-/// The warning for a bias that says nothing.
-pub(super) fn zero_bias_dropped(module: &Module) -> Warning {
-    Warning {
-        code: WarningCode::ZeroBiasDropped,
-        subject: module.name().into(),
-        message: "its bias is all zeros and its architecture expects none: left out, which changes nothing"
-            .into(),
     }
 }

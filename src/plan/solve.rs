@@ -26,25 +26,38 @@ pub struct Solution {
     pub error: f64,
     /// How far `error` can at most be above the best; 0 unless the search was cut short.
     pub gap: f64,
+    /// A sum of errors that no choice is below: that of the relaxed problem.
+    pub bound: f64,
 }
 
 /// States kept at a time. Real models need a few thousand; the limit bounds memory, not quality in
 /// practice, and a cut is reported as [`Solution::gap`].
-const MOST_STATES: usize = 2_000_000;
+const MOST_STATES: usize = 200_000;
 
 /// Picks the options with the smallest sum of errors among those whose costs sum to at most `budget`.
 /// `None` if even the cheapest don't fit, or a class is empty.
 pub fn solve(classes: &[Vec<Choice>], budget: u64) -> Option<Solution> {
+    solve_within(classes, budget, MOST_STATES)
+}
+
+fn solve_within(classes: &[Vec<Choice>], budget: u64, most_states: usize) -> Option<Solution> {
     let classes: Vec<Class> = classes.iter().map(|c| Class::new(c)).collect::<Option<_>>()?;
     if classes.iter().map(|c| c.options[0].cost).sum::<u64>() > budget {
         return None;
     }
     let (multiplier, start) = relax(&classes, budget);
     let incumbent = fill(&classes, start, budget);
-    let picks = Core::new(&classes, multiplier, budget).improve(incumbent);
-    let (cost, error) = totals(&classes, &picks.0);
-    let picks_out = classes.iter().zip(&picks.0).map(|(c, &i)| c.original[i]).collect();
-    Some(Solution { picks: picks_out, cost, error, gap: picks.1 })
+    let core = Core::new(&classes, multiplier, budget);
+    let bound = core.bound();
+    let (picks, gap) = core.improve(incumbent, most_states);
+    let (cost, error) = totals(&classes, &picks);
+    let picks = classes.iter().zip(picks).map(|(class, i)| class.original[i]).collect();
+    Some(Solution { picks, cost, error, gap, bound })
+}
+
+/// The choices on the lower convex hull of cost and error, the cheapest first.
+pub(super) fn lower_hull(choices: &[Choice]) -> Vec<usize> {
+    Class::new(choices).map_or(Vec::new(), |class| class.hull.iter().map(|&i| class.original[i]).collect())
 }
 
 /// A class without its dominated options: costs rise, errors fall.
@@ -172,8 +185,15 @@ impl<'a> Core<'a> {
         Self { classes, multiplier, budget, base }
     }
 
+    /// A sum of errors that no choice within the budget is below.
+    fn bound(&self) -> f64 {
+        let smallest =
+            self.classes.iter().zip(&self.base).map(|(c, &i)| reduced(c.options[i], self.multiplier));
+        smallest.sum::<f64>() - self.multiplier * self.budget as f64
+    }
+
     /// The best picks, and how far they can be from the optimum.
-    fn improve(&self, incumbent: Vec<usize>) -> (Vec<usize>, f64) {
+    fn improve(&self, incumbent: Vec<usize>, most_states: usize) -> (Vec<usize>, f64) {
         let excess = |picks: &[usize]| -> f64 {
             let slack = self.budget as i64 - totals(self.classes, picks).0 as i64;
             let penalties: f64 = picks.iter().enumerate().map(|(c, &i)| self.penalty(c, i)).sum();
@@ -219,10 +239,10 @@ impl<'a> Core<'a> {
                     limit = limit.min(state.penalty + self.multiplier * slack as f64 + f64::EPSILON * limit);
                 }
             }
-            if states.len() > MOST_STATES || trail.len() > 50 * MOST_STATES {
+            if states.len() > most_states || trail.len() > 50 * most_states {
                 cut = true;
                 states.sort_by(|a, b| a.penalty.total_cmp(&b.penalty));
-                states.truncate(MOST_STATES / 4);
+                states.truncate(most_states / 4);
             }
         }
         let best = states.iter().filter(|s| s.cost <= self.budget as i64).min_by(|a, b| {
@@ -290,6 +310,19 @@ mod tests {
         sums.into_iter().map(|s| s.1).min_by(f64::total_cmp)
     }
 
+    /// Dynamic programming over every budget up to the one given.
+    fn exact(classes: &[Vec<Choice>], budget: u64) -> f64 {
+        let mut best = vec![0.0; budget as usize + 1];
+        for class in classes {
+            let of = |b: u64| {
+                let options = class.iter().filter(|o| o.cost <= b);
+                options.map(|o| best[(b - o.cost) as usize] + o.error).fold(f64::INFINITY, f64::min)
+            };
+            best = (0..=budget).map(of).collect();
+        }
+        best[budget as usize]
+    }
+
     fn classes() -> impl Strategy<Value = (Vec<Vec<Choice>>, u64)> {
         let option = (1u64..40, 0.0f64..1.0).prop_map(|(cost, error)| Choice { cost, error });
         (prop::collection::vec(prop::collection::vec(option, 1..6), 1..7), 0u64..200)
@@ -325,17 +358,64 @@ mod tests {
                 .collect();
             let budget = (60.0 * (2.0 + 6.0 * share)) as u64;
             let found = solve(&classes, budget).unwrap();
-            // Exact dynamic programming over the budget.
-            let mut best = vec![0.0; budget as usize + 1];
-            for class in &classes {
-                best = (0..=budget).map(|b| {
-                    let options = class.iter().filter(|o| o.cost <= b);
-                    options.map(|o| best[(b - o.cost) as usize] + o.error).fold(f64::INFINITY, f64::min)
-                }).collect();
-            }
+            let best = exact(&classes, budget);
             prop_assert_eq!(found.gap, 0.0);
-            prop_assert!((found.error - best[budget as usize]).abs() < 1e-9 * best[budget as usize]);
+            prop_assert!((found.error - best).abs() < 1e-9 * best);
         }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(100))]
+
+        /// Options of any shape, on the hull or off it, and more classes than all choices could be tried of.
+        #[test]
+        fn many_classes_of_any_options_are_solved_exactly(
+            classes in prop::collection::vec(
+                prop::collection::vec((1u64..60, 0.0f64..1.0), 1..9), 20..40,
+            ),
+            share in 0.0f64..1.0,
+        ) {
+            let classes: Vec<Vec<Choice>> = classes
+                .into_iter()
+                .map(|c| c.into_iter().map(|(cost, error)| Choice { cost, error }).collect())
+                .collect();
+            let cheapest = classes.iter().map(|c| c.iter().map(|o| o.cost).min().unwrap()).sum::<u64>();
+            let dearest = classes.iter().map(|c| c.iter().map(|o| o.cost).max().unwrap()).sum::<u64>();
+            let budget = cheapest + (share * (dearest - cheapest) as f64) as u64;
+            let found = solve(&classes, budget).unwrap();
+            let best = exact(&classes, budget);
+            prop_assert!(found.cost <= budget);
+            prop_assert_eq!(found.gap, 0.0);
+            prop_assert!((found.error - best).abs() < 1e-9, "found {} best {best}", found.error);
+        }
+
+        /// A search that is cut short says how far off it can be, and is no further off.
+        #[test]
+        fn a_cut_reports_its_gap(
+            classes in prop::collection::vec(prop::collection::vec((1u64..60, 0.0f64..1.0), 4..9), 20..30),
+            most_states in 1usize..12,
+        ) {
+            let classes: Vec<Vec<Choice>> = classes
+                .into_iter()
+                .map(|c| c.into_iter().map(|(cost, error)| Choice { cost, error }).collect())
+                .collect();
+            let budget = classes.iter().map(|c| c.iter().map(|o| o.cost).sum::<u64>() / c.len() as u64).sum();
+            let Some(found) = solve_within(&classes, budget, most_states) else { return Ok(()) };
+            let best = exact(&classes, budget);
+            prop_assert!(found.cost <= budget);
+            prop_assert!(found.error - best <= found.gap + 1e-9, "{} {best} {}", found.error, found.gap);
+        }
+    }
+
+    #[test]
+    fn a_cut_search_is_not_called_exact() {
+        // Costs that hardly ever fit together exactly.
+        let option =
+            |c: u64, i: u64| Choice { cost: 1000 + 337 * i + 7 * c * i, error: 1.0 / (i + c + 1) as f64 };
+        let classes: Vec<Vec<Choice>> = (0..30).map(|c| (0..6).map(|i| option(c, i)).collect()).collect();
+        let budget = 52_345;
+        assert_eq!(solve(&classes, budget).unwrap().gap, 0.0);
+        assert!(solve_within(&classes, budget, 2).unwrap().gap > 0.0);
     }
 
     #[test]

@@ -30,7 +30,7 @@ impl Totals {
         let (mut quantized_weights, mut stored_bits, mut bias_bits) = (0, 0, 0);
         let (mut all_weights, mut all_bits) = (0, 0);
         for module in modules {
-            let bits = module.stored_bits(checkpoint);
+            let bits = module.stored_bits;
             if module.is_quantized(checkpoint) && !module.is_head() {
                 quantized_weights += module.weights();
                 stored_bits += bits;
@@ -66,8 +66,8 @@ impl PlannedModule {
         }
     }
 
-    /// Bits that its tensors take in the output, the bias included.
-    pub fn stored_bits(&self, checkpoint: &Checkpoint) -> u64 {
+    /// Bits of the tensors that its decision stores.
+    pub(super) fn count_bits(&self, checkpoint: &Checkpoint) -> u64 {
         let bits = |spec: &TensorSpec| {
             spec.dtype.bitsize() as u64 * spec.shape.iter().map(|&size| size as u64).product::<u64>()
         };

@@ -10,13 +10,15 @@ use requant_formats::Permutation;
 use requant_formats::exl2::{Bits, Error, Group, GroupTable, Matrix, ceiling_for};
 
 /// How a group was quantized.
-#[derive(Debug)]
+#[derive(Debug, PartialEq)]
 pub struct Fit {
     bits: Bits,
-    ceiling: f16,
-    index: Vec<u8>,
+    /// The ceiling as decoded.
+    pub(super) ceiling: f16,
+    /// Scale of each column, 0 to 15.
+    pub(super) index: Vec<u8>,
     /// Code of each sample, `[panels][values][16]`.
-    table: Vec<[u8; LANES]>,
+    pub(super) table: Vec<[u8; LANES]>,
     /// Sum of squared differences between the source's weights and the decoded ones.
     pub squared_error: f64,
 }
@@ -44,18 +46,19 @@ fn relative_error(squared_error: f64, squared_norm: f64) -> f64 {
 }
 
 /// Quantizes one group.
-pub fn fit_group(samples: &Samples, bits: Bits) -> Fit {
+pub fn fit_group(samples: &Samples<'_>, bits: Bits) -> Fit {
     fit_group_with(samples, bits, &Search::for_bits(bits, samples.grid()))
 }
 
 /// Quantizes one group with a search of one's own.
-pub fn fit_group_with(samples: &Samples, bits: Bits, how: &Search) -> Fit {
+pub fn fit_group_with(samples: &Samples<'_>, bits: Bits, how: &Search) -> Fit {
     let path = Path::available().pop().unwrap_or(Path::Plain);
     fit_group_on(samples, bits, how, path)
 }
 
-pub(super) fn fit_group_on(samples: &Samples, bits: Bits, how: &Search, path: Path) -> Fit {
+pub(super) fn fit_group_on(samples: &Samples<'_>, bits: Bits, how: &Search, path: Path) -> Fit {
     let choice = search(samples, bits, how, path);
+    // The lowest of a ceiling's scales is always usable, so that no column has chosen NaN.
     let (range, offered) = (code_range(bits), steps(choice.ceiling, bits));
     let mut table = Vec::new();
     let mut squared_error = 0.0;
@@ -82,9 +85,13 @@ pub(super) fn fit_group_on(samples: &Samples, bits: Bits, how: &Search, path: Pa
 /// wants, and otherwise in the order of the cut.
 ///
 /// # Errors
-/// Those of [`Matrix::new`]; none for sizes that the format allows.
+/// [`Error::Length`] if there aren't as many widths as groups; those of [`Matrix::new`], which finds nothing
+/// in sizes that the format allows and finite weights.
 pub fn quantize(source: &Source, cut: &Cut, bits: &[Bits]) -> Result<Quantized, Error> {
     let n = source.n;
+    if bits.len() != cut.groups.len() {
+        return Err(Error::Length { tensor: "q_groups", found: bits.len(), expected: cut.groups.len() });
+    }
     let order = Permutation::stable_sort_by_key(bits.len(), |g| std::cmp::Reverse(bits[g as usize]));
     let fitted: Vec<_> = order
         .map()
@@ -93,10 +100,7 @@ pub fn quantize(source: &Source, cut: &Cut, bits: &[Bits]) -> Result<Quantized, 
             let (places, bits) = (cut.groups[g as usize].clone(), bits[g as usize]);
             let samples = Samples::new(source, places);
             let fit = fit_group(&samples, bits);
-            let mut codes = vec![0; samples.rows() * n];
-            for (row, codes) in codes.chunks_exact_mut(n).enumerate() {
-                samples.codes_of_row(source, row, &fit.table, codes);
-            }
+            let codes = samples.codes(&fit.table);
             (fit, codes, samples.squared_norm())
         })
         .collect();
@@ -109,6 +113,7 @@ pub fn quantize(source: &Source, cut: &Cut, bits: &[Bits]) -> Result<Quantized, 
         groups.push(Group { bits: fit.bits, rows: group_codes.len() / n });
         codes.extend(group_codes);
         index.extend(fit.index);
+        // The search tries no other ceilings; Matrix::new refuses an infinite one.
         scale_max.push(ceiling_for(fit.ceiling).unwrap_or(f16::INFINITY));
     }
     let places = order.map().iter().flat_map(|&g| cut.groups[g as usize].clone());

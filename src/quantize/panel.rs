@@ -13,7 +13,7 @@ pub(super) type Lanes = [f32; LANES];
 /// What a group offers the columns of a panel: sixteen scales of one ceiling.
 #[derive(Clone, Debug)]
 pub(super) struct Steps {
-    /// Scales as decoded, ascending. A scale that can't be used (0, or overflowing) is NaN.
+    /// Scales as decoded, ascending. One whose lowest code overflows fp16 is NaN; the first never is.
     pub(super) scale: [f32; 16],
     /// Their reciprocals.
     pub(super) inverse: [f32; 16],

@@ -1,20 +1,19 @@
 //! The different values in each column of a group, and how often each occurs.
 
 use super::panel::{LANES, Lanes, Panel};
-use super::source::{Source, Weights};
-use half::{f16, slice::HalfFloatSliceExt};
+use super::source::Source;
 use std::ops::Range;
 
 /// Values and weights of a group, panel by panel: `[panels][values][16]`.
 #[derive(Debug)]
-pub struct Samples {
+pub struct Samples<'a> {
+    source: &'a Source,
     /// Different values a column (the largest number over columns; unused ones have weight 0).
     depth: usize,
     values: Vec<Lanes>,
     weights: Vec<Lanes>,
     /// For each place of the group, where its values stand.
     slots: Vec<Slot>,
-    grid: Option<u32>,
 }
 
 /// Where a row's values stand among a group's samples.
@@ -22,114 +21,75 @@ pub struct Samples {
 enum Slot {
     /// A row of its own.
     Row(usize),
-    /// The row's code says which, from this value on.
-    Codes { model_row: usize, first: usize },
+    /// The codes of this row of the model say which, from this value on.
+    Codes { row: usize, first: usize },
 }
 
-impl Samples {
+impl<'a> Samples<'a> {
     /// Collects the samples of some places of `source`.
-    pub fn new(source: &Source, places: Range<usize>) -> Self {
-        let n = source.n;
-        let mut depth = 0;
-        let mut slots = Vec::with_capacity(places.len());
-        let runs = source.borders(places);
-        for run in &runs {
-            let levels = match &source.weights {
-                Weights::Gptq(matrix) => 1 << matrix.shape().bits.get(),
-                Weights::Dense(_) => usize::MAX,
-            };
-            if levels < run.len() {
-                slots.extend(
-                    run.clone().map(|place| Slot::Codes {
-                        model_row: source.rows.map()[place] as usize,
-                        first: depth,
-                    }),
-                );
-                depth += levels;
-            } else {
-                slots.extend((0..run.len()).map(|i| Slot::Row(depth + i)));
-                depth += run.len();
-            }
-        }
-        let panels = n / LANES;
+    pub fn new(source: &'a Source, places: Range<usize>) -> Self {
+        // Counting pays where a run has more rows than its grid has values.
+        let levels = source.grid().map_or(usize::MAX, |bits| 1 << bits);
+        let runs = source.runs(places.clone());
+        let depth = runs.iter().map(|run| run.len().min(levels)).sum();
+        let size = source.out_features() / LANES * depth;
         let mut samples = Self {
+            source,
             depth,
-            values: vec![[0.0; LANES]; panels * depth],
-            weights: vec![[0.0; LANES]; panels * depth],
-            slots,
-            grid: source.grid(),
+            values: vec![[0.0; LANES]; size],
+            weights: vec![[0.0; LANES]; size],
+            slots: Vec::with_capacity(places.len()),
         };
-        samples.fill(source, &runs);
+        let mut first = 0;
+        for run in &runs {
+            let rows = &source.rows.map()[run.clone()];
+            if levels < rows.len() {
+                samples.count_codes(rows, first, levels);
+            } else {
+                samples.list_rows(rows, first);
+            }
+            first += rows.len().min(levels);
+        }
         samples
     }
 
-    fn fill(&mut self, source: &Source, runs: &[Range<usize>]) {
-        let n = source.n;
-        let mut row = vec![0.0f32; n];
-        let mut rounded = vec![f16::ZERO; n];
-        let mut done = 0;
-        for run in runs {
-            for place in run.clone() {
-                let model_row = source.rows.map()[place] as usize;
-                match self.slots[done] {
-                    Slot::Row(slot) => {
-                        match &source.weights {
-                            Weights::Dense(weights) => row.copy_from_slice(&weights[model_row * n..][..n]),
-                            Weights::Gptq(matrix) => {
-                                let group = matrix.g_idx().groups()[model_row] as usize;
-                                let codes = &matrix.codes()[model_row * n..][..n];
-                                let (zeros, scales) =
-                                    (&matrix.zeros()[group * n..], &matrix.scales()[group * n..]);
-                                for (column, value) in row.iter_mut().enumerate() {
-                                    let q = i32::from(codes[column]) - i32::from(zeros[column]);
-                                    *value = scales[column] * q as f32;
-                                }
-                                rounded.convert_from_f32_slice(&row);
-                                rounded.convert_to_f32_slice(&mut row);
-                            }
-                        }
-                        self.set_values(slot, &row);
-                        self.weights
-                            .iter_mut()
-                            .skip(slot)
-                            .step_by(self.depth)
-                            .for_each(|w| *w = [1.0; LANES]);
-                    }
-                    Slot::Codes { first, .. } => {
-                        let Weights::Gptq(matrix) = &source.weights else {
-                            unreachable!("dense rows have no codes")
-                        };
-                        if place == run.start {
-                            let group = matrix.g_idx().groups()[model_row] as usize;
-                            let (zeros, scales) =
-                                (&matrix.zeros()[group * n..], &matrix.scales()[group * n..]);
-                            for level in 0..1usize << matrix.shape().bits.get() {
-                                for (column, value) in row.iter_mut().enumerate() {
-                                    *value =
-                                        scales[column] * (level as i32 - i32::from(zeros[column])) as f32;
-                                }
-                                rounded.convert_from_f32_slice(&row);
-                                rounded.convert_to_f32_slice(&mut row);
-                                self.set_values(first + level, &row);
-                            }
-                        }
-                        let codes = &matrix.codes()[model_row * n..][..n];
-                        for (panel, codes) in codes.chunks_exact(LANES).enumerate() {
-                            let weights = &mut self.weights[panel * self.depth + first..];
-                            for (lane, &code) in codes.iter().enumerate() {
-                                weights[usize::from(code)][lane] += 1.0;
-                            }
-                        }
-                    }
+    /// Each row is a value of its own.
+    fn list_rows(&mut self, rows: &[u32], first: usize) {
+        let mut values = vec![0.0f32; self.source.n];
+        for (slot, &row) in (first..).zip(rows) {
+            self.source.row(row as usize, &mut values);
+            self.set_values(slot, &values);
+            self.weights.iter_mut().skip(slot).step_by(self.depth).for_each(|w| *w = [1.0; LANES]);
+            self.slots.push(Slot::Row(slot));
+        }
+    }
+
+    /// Rows of one source group: each of its levels is a value, and the rows are counted.
+    fn count_codes(&mut self, rows: &[u32], first: usize, levels: usize) {
+        let source = self.source;
+        let mut values = vec![0.0f32; source.n];
+        for level in 0..levels {
+            source.level(rows[0] as usize, level as u8, &mut values);
+            self.set_values(first + level, &values);
+        }
+        for &row in rows {
+            let row = row as usize;
+            for (panel, codes) in source.codes(row).chunks_exact(LANES).enumerate() {
+                let weights = &mut self.weights[panel * self.depth + first..][..levels];
+                for (lane, &code) in codes.iter().enumerate() {
+                    weights[usize::from(code)][lane] += 1.0;
                 }
-                done += 1;
             }
+            self.slots.push(Slot::Codes { row, first });
         }
         // A value that no row has would still set the range of scales.
-        for (value, weight) in self.values.iter_mut().zip(&self.weights) {
-            for lane in 0..LANES {
-                if weight[lane] == 0.0 {
-                    value[lane] = 0.0;
+        for panel in 0..self.panels() {
+            let at = panel * self.depth + first..panel * self.depth + first + levels;
+            for (value, weight) in self.values[at.clone()].iter_mut().zip(&self.weights[at]) {
+                for lane in 0..LANES {
+                    if weight[lane] == 0.0 {
+                        value[lane] = 0.0;
+                    }
                 }
             }
         }
@@ -141,9 +101,15 @@ impl Samples {
         }
     }
 
+    /// Sum of squares of all weights of the group.
+    pub fn squared_norm(&self) -> f64 {
+        let pairs = self.values.iter().flatten().zip(self.weights.iter().flatten());
+        pairs.map(|(&v, &w)| f64::from(w) * f64::from(v) * f64::from(v)).sum()
+    }
+
     /// Panels of sixteen columns.
     pub(super) fn panels(&self) -> usize {
-        self.values.len() / self.depth
+        self.source.n / LANES
     }
 
     pub(super) fn panel(&self, panel: usize) -> Panel<'_> {
@@ -151,40 +117,29 @@ impl Samples {
         Panel { values: &self.values[range.clone()], weights: &self.weights[range] }
     }
 
-    /// Sum of squares of all weights of the group.
-    pub fn squared_norm(&self) -> f64 {
-        let pairs = self.values.iter().flatten().zip(self.weights.iter().flatten());
-        pairs.map(|(&v, &w)| f64::from(w) * f64::from(v) * f64::from(v)).sum()
-    }
-
     /// Bits of the source's grid.
     pub(super) fn grid(&self) -> Option<u32> {
-        self.grid
+        self.source.grid()
     }
 
-    /// Rows of the group.
-    pub(super) fn rows(&self) -> usize {
-        self.slots.len()
-    }
-
-    /// Writes the codes of one row, given a code for each sample, `[panels][values][16]`.
-    pub(super) fn codes_of_row(&self, source: &Source, row: usize, table: &[[u8; LANES]], codes: &mut [u8]) {
-        match (self.slots[row], &source.weights) {
-            (Slot::Codes { model_row, first }, Weights::Gptq(matrix)) => {
-                let from = &matrix.codes()[model_row * source.n..][..source.n];
-                let panels = codes.chunks_exact_mut(LANES).zip(from.chunks_exact(LANES));
-                for (panel, (codes, from)) in panels.enumerate() {
-                    let table = &table[panel * self.depth + first..];
-                    for lane in 0..LANES {
-                        codes[lane] = table[usize::from(from[lane])][lane];
+    /// The codes `[rows, n]` of the group, given one for each sample, `[panels][values][16]`.
+    pub(super) fn codes(&self, table: &[[u8; LANES]]) -> Vec<u8> {
+        let n = self.source.n;
+        let mut codes = vec![0; self.slots.len() * n];
+        for (codes, &slot) in codes.chunks_exact_mut(n).zip(&self.slots) {
+            let panels = codes.chunks_exact_mut(LANES).zip(table.chunks_exact(self.depth));
+            match slot {
+                Slot::Row(slot) => panels.for_each(|(codes, table)| codes.copy_from_slice(&table[slot])),
+                Slot::Codes { row, first } => {
+                    let from = self.source.codes(row).chunks_exact(LANES);
+                    for ((codes, table), from) in panels.zip(from) {
+                        for lane in 0..LANES {
+                            codes[lane] = table[first + usize::from(from[lane])][lane];
+                        }
                     }
                 }
             }
-            (Slot::Row(slot) | Slot::Codes { first: slot, .. }, _) => {
-                for (panel, codes) in codes.chunks_exact_mut(LANES).enumerate() {
-                    codes.copy_from_slice(&table[panel * self.depth + slot]);
-                }
-            }
         }
+        codes
     }
 }

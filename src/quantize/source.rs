@@ -1,6 +1,6 @@
 //! A module's weights, with its rows in the order in which they are grouped.
 
-use half::slice::HalfFloatSliceExt;
+use half::{f16, slice::HalfFloatSliceExt};
 use requant_formats::exl2::ROW_UNIT;
 use requant_formats::{Permutation, gptq};
 use std::ops::Range;
@@ -41,6 +41,39 @@ pub struct Cut {
     pub straddling: usize,
 }
 
+impl Cut {
+    /// Cuts `in_features` rows into groups of `group_size`, a multiple of 32; the last may be shorter.
+    /// `source_groups` has the source group of the row at each place; it is `None` for dense weights.
+    pub fn new(in_features: usize, group_size: usize, source_groups: Option<&[u32]>) -> Self {
+        debug_assert!(group_size > 0 && group_size.is_multiple_of(ROW_UNIT));
+        let starts = (0..in_features).step_by(group_size);
+        let groups: Vec<_> =
+            starts.map(|start| start..in_features.min(start.saturating_add(group_size))).collect();
+        let straddling = source_groups.map_or(0, |of| straddling(&groups, of));
+        Self { groups, straddling }
+    }
+}
+
+/// Counts the groups that hold rows of several source groups, of which one has rows elsewhere too.
+fn straddling(groups: &[Range<usize>], source_groups: &[u32]) -> usize {
+    let mut rows = vec![0usize; source_groups.iter().max().map_or(0, |&last| last as usize + 1)];
+    for &group in source_groups {
+        rows[group as usize] += 1;
+    }
+    let straddles = |places: &&Range<usize>| {
+        let mut here = source_groups[(*places).clone()].to_vec();
+        // In natural order a source group's rows needn't stand together.
+        here.sort_unstable();
+        let (mut count, mut whole) = (0, true);
+        for same in here.chunk_by(|a, b| a == b) {
+            count += 1;
+            whole &= same.len() == rows[same[0] as usize];
+        }
+        count > 1 && !whole
+    };
+    groups.iter().filter(straddles).count()
+}
+
 impl Source {
     /// A GPTQ module.
     pub fn gptq(matrix: gptq::Matrix, order: RowOrder) -> Self {
@@ -53,6 +86,9 @@ impl Source {
     }
 
     /// Dense weights `[k, n]`.
+    ///
+    /// # Panics
+    /// If there aren't `k · n` of them.
     pub fn dense(weights: Vec<f32>, k: usize, n: usize) -> Self {
         assert_eq!(weights.len(), k * n, "weights are [k, n]");
         Self { k, n, rows: Permutation::identity(k), weights: Weights::Dense(weights) }
@@ -81,6 +117,13 @@ impl Source {
         }
     }
 
+    /// Cuts the rows into groups of `group_size` rows, a multiple of 32; the last may be shorter.
+    pub fn cut(&self, group_size: usize) -> Cut {
+        let source_groups: Option<Vec<u32>> =
+            self.groups_of_rows().map(|of| self.rows.map().iter().map(|&row| of[row as usize]).collect());
+        Cut::new(self.k, group_size, source_groups.as_deref())
+    }
+
     /// Bits of the grid that a column's values lie on; `None` for dense weights.
     pub(super) fn grid(&self) -> Option<u32> {
         match &self.weights {
@@ -89,40 +132,64 @@ impl Source {
         }
     }
 
-    /// Runs of places whose rows are of one source group.
-    pub(super) fn borders(&self, places: Range<usize>) -> Vec<Range<usize>> {
-        let Weights::Gptq(matrix) = &self.weights else { return vec![places] };
-        let groups = matrix.g_idx().groups();
-        let group_at = |place: usize| groups[self.rows.map()[place] as usize];
-        let mut runs = Vec::new();
+    /// Splits places into runs whose rows are of one source group.
+    pub(super) fn runs(&self, places: Range<usize>) -> Vec<Range<usize>> {
+        let Some(of) = self.groups_of_rows() else { return vec![places] };
         let mut start = places.start;
-        for place in places.start + 1..=places.end {
-            if place == places.end || group_at(place) != group_at(start) {
-                runs.push(start..place);
-                start = place;
-            }
-        }
-        runs
+        let rows = &self.rows.map()[places];
+        let same = rows.chunk_by(|&a, &b| of[a as usize] == of[b as usize]);
+        same.map(|run| {
+            let end = start + run.len();
+            std::mem::replace(&mut start, end)..end
+        })
+        .collect()
     }
 
-    /// Cuts the rows into groups of `group_size` rows, a multiple of 32; the last may be shorter.
-    pub fn cut(&self, group_size: usize) -> Cut {
-        debug_assert!(group_size % ROW_UNIT == 0);
-        let groups: Vec<_> =
-            (0..self.k).step_by(group_size).map(|start| start..self.k.min(start + group_size)).collect();
-        let borders = self.borders(0..self.k);
-        let straddling = groups
-            .iter()
-            .filter(|group| {
-                let touching = borders.iter().filter(|b| b.start < group.end && group.start < b.end);
-                let (mut count, mut whole) = (0, true);
-                for border in touching {
-                    count += 1;
-                    whole &= group.start <= border.start && border.end <= group.end;
-                }
-                count > 1 && !whole
-            })
-            .count();
-        Cut { groups, straddling }
+    /// The codes of a row of the model; empty for dense weights.
+    pub(super) fn codes(&self, row: usize) -> &[u8] {
+        match &self.weights {
+            Weights::Gptq(matrix) => &matrix.codes()[row * self.n..][..self.n],
+            Weights::Dense(_) => &[],
+        }
+    }
+
+    /// A row of the model, as fp16 where the source is GPTQ.
+    pub(super) fn row(&self, row: usize, values: &mut [f32]) {
+        match &self.weights {
+            Weights::Gptq(matrix) => {
+                let group = matrix.g_idx().groups()[row];
+                decode(matrix, group, self.codes(row).iter().copied(), values);
+            }
+            Weights::Dense(weights) => values.copy_from_slice(&weights[row * self.n..][..self.n]),
+        }
+    }
+
+    /// What a code means in each column of the source group of a row; nothing for dense weights.
+    pub(super) fn level(&self, row: usize, code: u8, values: &mut [f32]) {
+        if let Weights::Gptq(matrix) = &self.weights {
+            decode(matrix, matrix.g_idx().groups()[row], std::iter::repeat(code), values);
+        }
+    }
+
+    fn groups_of_rows(&self) -> Option<&[u32]> {
+        match &self.weights {
+            Weights::Gptq(matrix) => Some(matrix.g_idx().groups()),
+            Weights::Dense(_) => None,
+        }
+    }
+}
+
+/// One code a column of a GPTQ group → weights, as [`gptq::Matrix::dequantize`] has them.
+fn decode(matrix: &gptq::Matrix, group: u32, codes: impl Iterator<Item = u8>, values: &mut [f32]) {
+    let from = group as usize * values.len();
+    let columns = matrix.zeros()[from..].iter().zip(&matrix.scales()[from..]);
+    for ((value, code), (&zero, &scale)) in values.iter_mut().zip(codes).zip(columns) {
+        *value = scale * (i32::from(code) - i32::from(zero)) as f32;
+    }
+    let mut halves = [f16::ZERO; 64];
+    for values in values.chunks_mut(halves.len()) {
+        let halves = &mut halves[..values.len()];
+        halves.convert_from_f32_slice(values);
+        halves.convert_to_f32_slice(values);
     }
 }
