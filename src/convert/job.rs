@@ -5,7 +5,7 @@
 //! ended in anyway; one that would not is refused.
 
 use super::{Report, run};
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, Fault};
 use crate::output::{self, Identity, Leftover, Staging};
 use crate::plan::{Plan, PlanOptions, Target};
 use crate::progress::Observer;
@@ -185,9 +185,11 @@ impl Job {
                 Ok(report)
             }
             Err(error) => {
-                // Bad input stays bad, and what it spoiled is of no use.
+                // Bad input stays bad, and what came from a source that changed is of no use.
+                let changed =
+                    matches!(&error, crate::Error::Checkpoint(e) if matches!(*e.fault, Fault::Changed));
                 let goes_on = matches!(error.kind(), Kind::Interrupted | Kind::Environment);
-                self.staging.keep_partial(goes_on);
+                self.staging.keep_partial(goes_on && !changed);
                 Err(error)
             }
         }

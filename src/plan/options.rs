@@ -30,7 +30,7 @@ pub struct ModuleOption {
     /// Frobenius norm of the difference over that of the weight.
     pub relative_error: f64,
     /// Whether the module stays GPTQ.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub kept: bool,
 }
 
