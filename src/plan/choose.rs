@@ -85,7 +85,7 @@ pub(super) fn by_error(
             .collect();
         let may_keep = |(c, open): (&Vec<Candidate>, &Vec<usize>)| open.iter().any(|&i| c[i].kept.is_some());
         let solution = match measured.iter().zip(&open).any(may_keep) {
-            true => solve_with_kept(jobs, &measured, &open, budget),
+            true => solve_with_kept(jobs, measured, &open, budget),
             false => solve(&classes, budget),
         };
         Ok((solution.ok_or_else(|| infeasible(jobs, bpw, weights))?, open))
