@@ -104,10 +104,11 @@ impl<F: Fn(&CancelFlag) + Sync> Observer for At<F> {
             Event::Stage { name, .. } => {
                 self.in_stage.store(usize::from(name == self.stage), Ordering::SeqCst);
             }
-            Event::Module { .. } if self.in_stage.load(Ordering::SeqCst) == 1 => {
-                if self.done.fetch_add(1, Ordering::SeqCst) + 1 == self.module {
-                    (self.act)(&self.cancel);
-                }
+            Event::Module { .. }
+                if self.in_stage.load(Ordering::SeqCst) == 1
+                    && self.done.fetch_add(1, Ordering::SeqCst) + 1 == self.module =>
+            {
+                (self.act)(&self.cancel);
             }
             _ => {}
         }

@@ -52,6 +52,7 @@ impl Staging {
     /// [`Error::Unfinished`] or [`Error::PartialExists`] if `NAME.partial` exists with something in it;
     /// [`Error::InUse`] if another run writes it; [`Error::NoName`]; [`Error::Io`].
     pub fn create(out: &Path) -> Result<Self, Error> {
+        check_name(out)?;
         refuse_existing(out)?;
         let staging = Self::lock(out)?;
         // Only now, under the lock, is it known that no other run has just finished or begun.
@@ -72,9 +73,7 @@ impl Staging {
     /// # Errors
     /// [`Error::PartialExists`] if it is no directory; [`Error::InUse`], [`Error::NoName`], [`Error::Io`].
     pub fn lock(out: &Path) -> Result<Self, Error> {
-        if out.file_name().is_none() {
-            return Err(Error::NoName { path: out.to_owned() });
-        }
+        check_name(out)?;
         let partial = partial_of(out);
         create_parent(out)?;
         match fs::create_dir(&partial) {
@@ -244,6 +243,13 @@ pub fn check_apart(out: &Path, source: &Path) -> Result<(), Error> {
         }
     }
     Ok(())
+}
+
+fn check_name(out: &Path) -> Result<(), Error> {
+    match out.file_name() {
+        Some(_) => Ok(()),
+        None => Err(Error::NoName { path: out.to_owned() }),
+    }
 }
 
 fn refuse_existing(out: &Path) -> Result<(), Error> {
