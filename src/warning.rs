@@ -1,9 +1,9 @@
 //! Warnings are data: what was odd about the user's model, what was assumed, what it changes.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// A stable name for each kind of warning.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum WarningCode {
@@ -82,7 +82,7 @@ pub enum WarningCode {
 
 /// One warning. `subject` is a module, tensor or file; `message` says what was found, what requant assumes
 /// and what that changes.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Warning {
     /// Which kind.
     pub code: WarningCode,

@@ -6,30 +6,45 @@ use super::progress::{Progress, Style};
 use clap::ValueEnum;
 use requant::checkpoint::{AllOnes, Checkpoint, OpenOptions};
 use requant::convert::report::Exactness;
-use requant::convert::{ConvertOptions, Report, convert};
+use requant::convert::{Begun, ConvertOptions, Existing, Job, Report, needed_bytes};
 use requant::formats::exl2::Bits;
 use requant::formats::gptq;
+use requant::output;
 use requant::plan::readers::{READERS, Reader};
 use requant::plan::{
     Decision, DenseMembers, DenseType, GptqOptions, Order, Plan, PlanOptions, PlannedModule, Target,
     WidthRule,
 };
-use std::path::PathBuf;
+use serde::{Serialize, Serializer};
+use serde_json::{Map, Value};
+use std::path::{Path, PathBuf};
 
 /// Convert a checkpoint to another layout.
-#[derive(Debug, clap::Args)]
+#[derive(Debug, clap::Args, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub(super) struct Arguments {
     /// A directory with config.json and .safetensors files.
+    #[serde(skip)]
     source: PathBuf,
     /// The layout to convert to.
     #[arg(long, value_name = "LAYOUT")]
     to: Layout,
-    /// The directory to write, which must not exist yet.
+    /// The directory to write, which must not exist yet. It is written as DIR.partial and gets its name when
+    /// it is complete.
     #[arg(long, value_name = "DIR", required_unless_present = "dry_run")]
+    #[serde(skip)]
     out: Option<PathBuf>,
-    /// Stored bits a weight of the decoder's linears, at most; widths are chosen by measured error.
-    #[arg(help_heading = "EXL2 output", long, value_name = "BITS", allow_negative_numbers = true)]
-    bpw: Option<f64>,
+    /// Stored bits a weight of the decoder's linears, at most; widths are chosen by measured error. Several
+    /// with commas are measured once and written to DIR/3.0bpw, DIR/4.0bpw and so on.
+    #[arg(
+        help_heading = "EXL2 output",
+        long,
+        value_name = "BITS",
+        value_delimiter = ',',
+        allow_negative_numbers = true
+    )]
+    #[serde(skip)]
+    bpw: Vec<f64>,
     /// One width: for EXL2 that of all of the decoder's linears (2, 3, 4, 5, 6 or 8), for GPTQ the width to
     /// store codes in (exact, so never less than they need).
     #[arg(long, value_name = "N", conflicts_with = "bpw")]
@@ -70,6 +85,7 @@ pub(super) struct Arguments {
     order: Option<RowOrder>,
     /// The program that is to read a GPTQ output: what it doesn't accept is changed exactly, or refused.
     #[arg(help_heading = "GPTQ output", long = "for", value_name = "READER", value_parser = parse_reader)]
+    #[serde(rename = "for", serialize_with = "reader_name")]
     reader: Option<&'static Reader>,
     /// Let --for round scales that fp16 doesn't have.
     #[arg(help_heading = "GPTQ output", long)]
@@ -77,15 +93,28 @@ pub(super) struct Arguments {
     /// Largest size of an output file: a number of bytes, or with kB, MB, GB, KiB, MiB, GiB.
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_size)]
     shard_size: u64,
+    /// Go on with a conversion that was stopped, from the same source with the same flags; it ends in the same
+    /// bytes. Begins where there is nothing to go on with, does nothing where it is complete.
+    #[arg(long)]
+    #[serde(skip)]
+    resume: bool,
+    /// Replace an output of requant that exists, once the new one is complete, and throw an unfinished one
+    /// away (with --resume: go on with it).
+    #[arg(long)]
+    #[serde(skip)]
+    force: bool,
     /// Print the plan and the size, and write nothing.
     #[arg(long)]
+    #[serde(skip)]
     dry_run: bool,
     /// How progress is shown.
     #[arg(long, value_name = "HOW", value_enum, default_value_t = Style::Auto)]
+    #[serde(skip)]
     progress: Style,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
 enum Layout {
     /// Mixed-width layout of exllamav2.
     Exl2,
@@ -99,7 +128,8 @@ enum Layout {
     Same,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub(super) enum Zeros {
     /// Stored less one: what most programs read.
     V1,
@@ -116,7 +146,8 @@ impl From<Zeros> for gptq::ZeroConvention {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
 enum RowOrder {
     /// As in the source.
     Keep,
@@ -124,7 +155,8 @@ enum RowOrder {
     Sorted,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
 enum Members {
     /// Quantize them at the widest option of the plan.
     Quantize,
@@ -134,7 +166,8 @@ enum Members {
     Error,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub(super) enum Ones {
     /// Zero point 0: what the quantizer meant.
     Wrap,
@@ -154,52 +187,147 @@ impl From<Ones> for AllOnes {
 impl Arguments {
     pub(super) fn run(&self, json: bool) -> Result<(), Failure> {
         self.check_flags()?;
-        if let Some(out) = &self.out
-            && out.exists()
-            && !self.dry_run
-        {
-            let message = format!("{} exists", out.display());
-            return Err(Failure::usage(message, "choose another --out, or remove it"));
-        }
         let options = OpenOptions {
             all_ones: self.all_ones.map(AllOnes::from),
             zeros: self.source_zeros.map(Into::into),
         };
         let checkpoint = Checkpoint::open(&self.source, &options)?;
         let progress = Progress::new(self.progress);
-        let plan = self.plan(&checkpoint, &progress);
+        match &self.out {
+            Some(out) if !self.dry_run => self.convert(&checkpoint, out, &progress, json),
+            _ => self.show_plans(&checkpoint, &progress, json),
+        }
+    }
+
+    fn show_plans(&self, checkpoint: &Checkpoint, progress: &Progress, json: bool) -> Result<(), Failure> {
+        let plans = self.plans(checkpoint, &self.bpw, progress);
         progress.finish();
-        let mut plan = plan?;
-        let Some(out) = self.out.as_ref().filter(|_| !self.dry_run) else {
+        let mut plans = plans?;
+        for plan in &mut plans {
             plan.warnings.splice(..0, checkpoint.warnings().iter().cloned());
-            if json {
-                return print::stdout(&(serde_json::to_string_pretty(&plan).unwrap_or_default() + "\n"));
-            }
-            let totals = totals_line(&plan);
-            return print::stdout(&(plan_table(&plan) + "\n" + &totals + &print::warnings(&plan.warnings)));
-        };
-        let shards = ConvertOptions { shard_size: self.shard_size };
-        let report = convert(&checkpoint, &plan, out, &shards, &progress);
-        progress.finish();
-        let report = report?;
-        for line in print::warnings(&report.warnings).lines() {
-            print::stderr(line);
         }
         if json {
-            let summary = serde_json::json!({
-                "out": out, "totals": report.totals, "objective": report.objective,
+            return print_json(&plans);
+        }
+        for plan in &plans {
+            let table = plan_table(plan) + "\n" + &totals_line(plan);
+            print::stdout(&(table + &print::warnings(&plan.warnings)))?;
+        }
+        Ok(())
+    }
+
+    fn convert(
+        &self,
+        checkpoint: &Checkpoint,
+        out: &Path,
+        progress: &Progress,
+        json: bool,
+    ) -> Result<(), Failure> {
+        let mut outputs = self.begin(checkpoint, out)?;
+        let planned = self.give_plans(checkpoint, &mut outputs, progress);
+        progress.finish();
+        planned?;
+        let options = ConvertOptions { shard_size: self.shard_size };
+        let mut summaries = Vec::new();
+        let mut outputs = outputs.into_iter();
+        while let Some(Output { dir, job, .. }) = outputs.next() {
+            let Some(job) = job else {
+                summaries.push(serde_json::json!({ "out": dir, "already_complete": true }));
+                if !json {
+                    print::stdout(&format!("{}: complete already, nothing to do\n", dir.display()))?;
+                }
+                continue;
+            };
+            let report = job.run(checkpoint, &options, progress);
+            progress.finish();
+            let report = report.map_err(|error| {
+                let failure = Failure::from(error);
+                if !failure.may_go_on() {
+                    outputs.by_ref().filter_map(|output| output.job).for_each(Job::discard);
+                }
+                match output::is_resumable(&dir) {
+                    true => failure.with_hint("what is done is kept: the same command with --resume goes on"),
+                    false => failure,
+                }
+            })?;
+            for line in print::warnings(&report.warnings).lines() {
+                print::stderr(line);
+            }
+            summaries.push(serde_json::json!({
+                "out": dir, "totals": report.totals, "objective": report.objective,
                 "mean_relative_error": report.mean_relative_error, "shards": report.shards,
                 "warnings": report.warnings,
-            });
-            return print::stdout(&(serde_json::to_string_pretty(&summary).unwrap_or_default() + "\n"));
+            }));
+            if !json {
+                print::stdout(&success(&dir.display().to_string(), &report))?;
+            }
         }
-        print::stdout(&success(&out.display().to_string(), &report))
+        if json { print_json(&summaries) } else { Ok(()) }
+    }
+
+    /// Locks every output, before anything long is done for one of them.
+    fn begin(&self, checkpoint: &Checkpoint, out: &Path) -> Result<Vec<Output>, Failure> {
+        let existing = Existing { resume: self.resume, force: self.force };
+        let begin = |dir: PathBuf, bpw: Option<f64>| -> Result<Output, Failure> {
+            let job = match Job::begin(checkpoint, self.flags(bpw), &dir, existing)? {
+                Begun::Complete => None,
+                Begun::Job(job) => Some(*job),
+            };
+            Ok(Output { dir, bpw, job })
+        };
+        match self.bpw[..] {
+            [] => Ok(vec![begin(out.into(), None)?]),
+            [bpw] => Ok(vec![begin(out.into(), Some(bpw))?]),
+            ref several => {
+                several.iter().map(|&bpw| begin(out.join(format!("{bpw:?}bpw")), Some(bpw))).collect()
+            }
+        }
+    }
+
+    /// Plans what has no plan yet, if its disk has room for all of that.
+    fn give_plans(
+        &self,
+        checkpoint: &Checkpoint,
+        outputs: &mut [Output],
+        progress: &Progress,
+    ) -> Result<(), Failure> {
+        let unplanned: Vec<(&mut Job, Option<f64>)> = (outputs.iter_mut())
+            .filter_map(|output| Some((output.job.as_mut()?, output.bpw)))
+            .filter(|(job, _)| job.plan().is_none())
+            .collect();
+        let Some((first, _)) = unplanned.first() else { return Ok(()) };
+        let budgets: Vec<f64> = unplanned.iter().filter_map(|(_, bpw)| *bpw).collect();
+        if !budgets.is_empty() {
+            let mut needed = 0u64;
+            for &bpw in &budgets {
+                needed = needed.saturating_add(needed_bytes(checkpoint, &self.exl2_options(Some(bpw))?)?);
+            }
+            first.check_space(needed)?;
+        }
+        let plans = self.plans(checkpoint, &budgets, progress)?;
+        for ((job, _), plan) in unplanned.into_iter().zip(plans) {
+            job.set_plan(checkpoint, plan)?;
+        }
+        Ok(())
+    }
+
+    /// The flags that decide the bytes of one output: all but those that have no say in them.
+    fn flags(&self, bpw: Option<f64>) -> Map<String, Value> {
+        let mut flags = match serde_json::to_value(self) {
+            Ok(Value::Object(flags)) => flags,
+            _ => Map::new(),
+        };
+        flags.insert("bpw".into(), bpw.into());
+        flags.retain(|_, value| {
+            !matches!(value, Value::Null | Value::Bool(false)) && value != &Value::Array(vec![])
+        });
+        flags
     }
 
     /// Flags that say nothing about the layout asked for are mistakes.
     fn check_flags(&self) -> Result<(), Failure> {
         let exl2 = [
-            (self.bpw.is_some(), "--bpw"),
+            (!self.bpw.is_empty(), "--bpw"),
             (self.head_bits.is_some(), "--head-bits"),
             (!self.set.is_empty(), "--set"),
             (!self.min.is_empty(), "--min"),
@@ -223,17 +351,31 @@ impl Arguments {
             let message = format!("{flag} says nothing about --to {to}");
             return Err(Failure::usage(message, "`requant convert --help` says which flags go together"));
         }
+        let repeated = |(i, bpw): (usize, &f64)| self.bpw[..i].contains(bpw);
+        if self.bpw.iter().enumerate().any(repeated) {
+            return Err(Failure::usage("--bpw names a bitrate twice".into(), "name each once"));
+        }
         Ok(())
     }
 
-    fn plan(&self, checkpoint: &Checkpoint, progress: &Progress) -> Result<Plan, Failure> {
-        Ok(match self.to {
-            Layout::Exl2 => Plan::new(checkpoint, &self.exl2_options()?, progress)?,
+    /// A plan for each budget, and one where there is none.
+    fn plans(
+        &self,
+        checkpoint: &Checkpoint,
+        budgets: &[f64],
+        progress: &Progress,
+    ) -> Result<Vec<Plan>, Failure> {
+        if self.to == Layout::Exl2 && !budgets.is_empty() {
+            let options = self.exl2_options(budgets.first().copied())?;
+            return Ok(Plan::for_budgets(checkpoint, &options, budgets, progress)?);
+        }
+        Ok(vec![match self.to {
+            Layout::Exl2 => Plan::new(checkpoint, &self.exl2_options(None)?, progress)?,
             Layout::Gptq => Plan::to_gptq(checkpoint, &self.gptq_options()?)?,
             Layout::Fp16 => Plan::to_dense(checkpoint, DenseType::Fp16)?,
             Layout::Bf16 => Plan::to_dense(checkpoint, DenseType::Bf16)?,
             Layout::Same => Plan::same(checkpoint),
-        })
+        }])
     }
 
     fn gptq_options(&self) -> Result<GptqOptions, Failure> {
@@ -259,8 +401,8 @@ impl Arguments {
         })
     }
 
-    fn exl2_options(&self) -> Result<PlanOptions, Failure> {
-        let target = match (self.bpw, self.bits) {
+    fn exl2_options(&self, bpw: Option<f64>) -> Result<PlanOptions, Failure> {
+        let target = match (bpw, self.bits) {
             (Some(bpw), _) => Target::Bpw(bpw),
             (None, Some(bits)) => {
                 let bits =
@@ -290,6 +432,27 @@ impl Arguments {
             keep_gptq: self.keep_gptq,
         })
     }
+}
+
+/// Where one bitrate goes.
+struct Output {
+    dir: PathBuf,
+    bpw: Option<f64>,
+    /// `None` where it is complete already.
+    job: Option<Job>,
+}
+
+/// Prints one result as itself, several as a list.
+fn print_json<T: Serialize>(results: &[T]) -> Result<(), Failure> {
+    let json = match results {
+        [one] => serde_json::to_string_pretty(one),
+        all => serde_json::to_string_pretty(all),
+    };
+    print::stdout(&(json.unwrap_or_default() + "\n"))
+}
+
+fn reader_name<S: Serializer>(reader: &Option<&'static Reader>, serializer: S) -> Result<S::Ok, S::Error> {
+    reader.map(|reader| reader.name).serialize(serializer)
 }
 
 fn parse_reader(name: &str) -> Result<&'static Reader, String> {

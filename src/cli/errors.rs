@@ -60,6 +60,20 @@ impl Failure {
         Self::usage(message.trim_start_matches("error: ").into(), "see --help")
     }
 
+    /// The same with a hint that tells more.
+    pub(super) fn with_hint(mut self, hint: &str) -> Self {
+        self.hint = Some(match self.hint {
+            Some(first) => format!("{first}; {hint}"),
+            None => hint.into(),
+        });
+        self
+    }
+
+    /// Whether the user or the machine stopped the work, not the input.
+    pub(super) fn may_go_on(&self) -> bool {
+        matches!(self.kind, Kind::Interrupted | Kind::Environment)
+    }
+
     /// Prints the error on stderr and gives the exit code.
     pub(super) fn report(&self, json: bool) -> ExitCode {
         print::stderr(&if json { self.json() } else { self.text() });

@@ -7,6 +7,7 @@ use crate::plan::{
 };
 use crate::warning::Warning;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 /// Version of the schema; raised when a field changes its meaning or goes.
 pub const SCHEMA: u32 = 1;
@@ -21,6 +22,8 @@ pub struct Report {
     pub tool: String,
     /// The source.
     pub source: SourceFacts,
+    /// The flags that were given, by name; empty where a program made the output through the library.
+    pub flags: Map<String, Value>,
     /// What was asked for.
     pub target: Target,
     /// Sizes.
@@ -204,9 +207,11 @@ pub fn float_name(dtype: &str) -> String {
 }
 
 impl Report {
+    #[allow(clippy::too_many_arguments, reason = "each is a part of the report")]
     pub(super) fn new(
         checkpoint: &Checkpoint,
         plan: &Plan,
+        flags: Map<String, Value>,
         modules: Vec<ReportModule>,
         tensors: Vec<TensorOrigin>,
         shards: Vec<ShardFile>,
@@ -223,11 +228,12 @@ impl Report {
             quantized().map(|(_, m)| m.relative_error).sum::<f64>() / quantized().count().max(1) as f64;
         Self {
             schema: SCHEMA,
-            tool: concat!("requant ", env!("CARGO_PKG_VERSION")).into(),
+            tool: crate::output::TOOL.into(),
             source: SourceFacts {
                 fingerprint: checkpoint.fingerprint(),
                 architecture: checkpoint.architecture().map(|a| a.name.into()),
             },
+            flags,
             target: plan.target,
             totals: plan.totals.clone(),
             objective: plan.objective.clone(),

@@ -4,6 +4,7 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::Difference;
 use crate::{Diagnose, Kind};
 
 /// Why an output could not be planned, written or put in place.
@@ -22,7 +23,51 @@ pub enum Error {
         /// The output.
         path: PathBuf,
     },
-    /// A run that ended before its output was complete left its files, or they are somebody else's.
+    /// An earlier run of ours stopped before its output was complete.
+    #[error("{} holds an unfinished conversion", path.display())]
+    Unfinished {
+        /// The partial directory.
+        path: PathBuf,
+    },
+    /// What is to be continued was begun from another source, with other flags or by another version.
+    #[error("{} was made otherwise: {}", path.display(), list(differences))]
+    OtherJob {
+        /// The output, or its partial directory.
+        path: PathBuf,
+        /// What differs.
+        differences: Vec<Difference>,
+    },
+    /// What an unfinished job wrote about itself can't be read.
+    #[error("{} holds an unfinished conversion whose state can't be read: {source}", path.display())]
+    State {
+        /// The partial directory.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: serde_json::Error,
+    },
+    /// What is to be replaced isn't a complete output of ours.
+    #[error("{} is not an output of requant", path.display())]
+    NotOurs {
+        /// What stands there.
+        path: PathBuf,
+    },
+    /// Writing the output could remove the source.
+    #[error("{} is, or holds, the source", path.display())]
+    HoldsSource {
+        /// The output, or a directory that is needed beside it.
+        path: PathBuf,
+    },
+    /// The disk hasn't room for the output.
+    #[error("{} needs {needed} bytes more, its disk has {available} bytes left", path.display())]
+    NoSpace {
+        /// Where the output is to be written.
+        path: PathBuf,
+        /// Bytes still to be written.
+        needed: u64,
+        /// Bytes that may be written.
+        available: u64,
+    },
+    /// Files where a partial directory should be, and no sign that they are ours.
     #[error("{} exists already and is not empty", path.display())]
     PartialExists {
         /// The partial directory.
@@ -144,6 +189,10 @@ pub enum Action {
     Write,
     /// Bringing it to the disk.
     Sync,
+    /// Giving it another name.
+    Rename,
+    /// Removing.
+    Remove,
 }
 
 impl fmt::Display for Action {
@@ -154,6 +203,8 @@ impl fmt::Display for Action {
             Action::Read => "read",
             Action::Write => "write",
             Action::Sync => "sync",
+            Action::Rename => "rename",
+            Action::Remove => "remove",
         })
     }
 }
@@ -165,12 +216,22 @@ impl Action {
     }
 }
 
+fn list(differences: &[Difference]) -> String {
+    differences.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+}
+
 impl Diagnose for Error {
     fn code(&self) -> &'static str {
         match self {
             Error::NoName { .. } => "output.no_name",
             Error::Exists { .. } => "output.exists",
             Error::PartialExists { .. } => "output.partial_exists",
+            Error::Unfinished { .. } => "output.unfinished",
+            Error::OtherJob { .. } => "output.other_job",
+            Error::State { .. } => "output.state",
+            Error::NotOurs { .. } => "output.not_ours",
+            Error::HoldsSource { .. } => "output.holds_source",
+            Error::NoSpace { .. } => "output.no_space",
             Error::InUse { .. } => "output.in_use",
             Error::Io { source, .. } => match source.kind() {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "output.disk_full",
@@ -199,8 +260,16 @@ impl Diagnose for Error {
             Error::NoName { .. }
             | Error::Exists { .. }
             | Error::PartialExists { .. }
+            | Error::Unfinished { .. }
+            | Error::OtherJob { .. }
+            | Error::State { .. }
+            | Error::NotOurs { .. }
+            | Error::HoldsSource { .. }
             | Error::InUse { .. } => Kind::Usage,
-            Error::Io { .. } | Error::NotRenamed { .. } | Error::ShardChanged { .. } => Kind::Environment,
+            Error::Io { .. }
+            | Error::NotRenamed { .. }
+            | Error::NoSpace { .. }
+            | Error::ShardChanged { .. } => Kind::Environment,
             Error::Cancelled => Kind::Interrupted,
             Error::NoTensors
             | Error::ReservedName { .. }
@@ -219,6 +288,12 @@ impl Diagnose for Error {
             Error::NoName { path }
             | Error::Exists { path }
             | Error::PartialExists { path }
+            | Error::Unfinished { path }
+            | Error::OtherJob { path, .. }
+            | Error::State { path, .. }
+            | Error::NotOurs { path }
+            | Error::HoldsSource { path }
+            | Error::NoSpace { path, .. }
             | Error::InUse { path }
             | Error::Io { path, .. }
             | Error::ShardChanged { path, .. } => Some(path),
@@ -244,10 +319,23 @@ impl Diagnose for Error {
     fn hint(&self) -> Option<String> {
         match self {
             Error::NoName { .. } => Some("give the output directory a name of its own".to_owned()),
-            Error::Exists { .. } => Some("choose another name, or remove it first".to_owned()),
-            Error::PartialExists { .. } => {
-                Some("an earlier run stopped before it was complete: remove the directory first".to_owned())
+            Error::Exists { .. } => {
+                Some("choose another name, or --force to replace it when the new one is complete".to_owned())
             }
+            Error::PartialExists { .. } => {
+                Some("it is needed for writing: choose another name, or remove it first".to_owned())
+            }
+            Error::Unfinished { .. } => Some("--resume goes on with it, --force starts anew".to_owned()),
+            Error::OtherJob { .. } => Some(
+                "give the same source and flags, or start anew with --force instead of --resume".to_owned(),
+            ),
+            Error::State { .. } => Some("start anew with --force instead of --resume".to_owned()),
+            Error::NotOurs { .. } => Some(
+                "--force replaces complete outputs of requant only: choose another name, or remove it first"
+                    .to_owned(),
+            ),
+            Error::HoldsSource { .. } => Some("write somewhere else".to_owned()),
+            Error::NoSpace { .. } => Some("free some space, or write to another disk".to_owned()),
             Error::InUse { .. } => Some("wait for the other run, or choose another name".to_owned()),
             Error::Io { source, .. } => match source.kind() {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {

@@ -1,11 +1,11 @@
 //! Writes the shards of a plan and their index.
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -49,12 +49,23 @@ pub struct ShardWriter {
 #[derive(Debug)]
 struct Slot {
     place: Place,
-    state: AtomicU8,
+    state: Mutex<State>,
 }
 
-const WAITING: u8 = 0;
-const BEING_WRITTEN: u8 = 1;
-const WRITTEN: u8 = 2;
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Waiting,
+    BeingWritten,
+    /// With the sha256 of its bytes.
+    Written([u8; 32]),
+}
+
+impl Slot {
+    fn state(&self) -> MutexGuard<'_, State> {
+        // The value is replaced whole, so that a panic elsewhere can't leave it half changed.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 impl ShardWriter {
     /// Creates all files of `plan` in `dir`, with their headers and lengths.
@@ -62,15 +73,28 @@ impl ShardWriter {
     /// # Errors
     /// [`Error::Io`], also when one of the files exists.
     pub fn create(dir: &Path, plan: ShardPlan) -> Result<Self, Error> {
+        Self::open(dir, plan, File::options().read(true).write(true).create_new(true))
+    }
+
+    /// Goes on with files that [`create`](Self::create) of the same plan made, or was about to make: headers
+    /// and lengths are set again, and no tensor counts as written until [`adopt`](Self::adopt) has seen it.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn resume(dir: &Path, plan: ShardPlan) -> Result<Self, Error> {
+        Self::open(dir, plan, File::options().read(true).write(true).create(true).truncate(false))
+    }
+
+    fn open(dir: &Path, plan: ShardPlan, options: &OpenOptions) -> Result<Self, Error> {
         let mut files = Vec::with_capacity(plan.files().len());
         for shard in plan.files() {
             let path = dir.join(shard.file());
-            let file = File::create_new(&path).map_err(Action::Create.failed(&path))?;
+            let file = options.open(&path).map_err(Action::Create.failed(&path))?;
             file.set_len(shard.bytes()).map_err(Action::Create.failed(&path))?;
             file.write_all_at(shard.head(), 0).map_err(Action::Write.failed(&path))?;
             files.push(file);
         }
-        let slot = |place: &Place| Slot { place: *place, state: AtomicU8::new(WAITING) };
+        let slot = |place: &Place| Slot { place: *place, state: Mutex::new(State::Waiting) };
         let slots = plan.places().iter().map(|(name, place)| (name.clone(), slot(place))).collect();
         Ok(ShardWriter { dir: dir.to_owned(), plan, files, slots })
     }
@@ -86,18 +110,85 @@ impl ShardWriter {
     /// [`Error::Unplanned`], [`Error::Length`], [`Error::WrittenTwice`], [`Error::Io`]; after the last the
     /// tensor may be written again.
     pub fn write(&self, name: &str, bytes: &[u8]) -> Result<(), Error> {
-        let Slot { place, state } =
-            self.slots.get(name).ok_or_else(|| Error::Unplanned { tensor: name.to_owned() })?;
+        let slot = self.slots.get(name).ok_or_else(|| Error::Unplanned { tensor: name.to_owned() })?;
+        let place = slot.place;
         if bytes.len() as u64 != place.bytes {
             let tensor = name.to_owned();
             return Err(Error::Length { tensor, found: bytes.len() as u64, expected: place.bytes });
         }
-        state
-            .compare_exchange(WAITING, BEING_WRITTEN, Ordering::AcqRel, Ordering::Acquire)
-            .map_err(|_| Error::WrittenTwice { tensor: name.to_owned() })?;
-        let result = self.files[place.shard].write_all_at(bytes, place.offset);
-        state.store(if result.is_ok() { WRITTEN } else { WAITING }, Ordering::Release);
+        {
+            let mut state = slot.state();
+            if *state != State::Waiting {
+                return Err(Error::WrittenTwice { tensor: name.to_owned() });
+            }
+            *state = State::BeingWritten;
+        }
+        let (result, sha256) = rayon::join(
+            || self.files[place.shard].write_all_at(bytes, place.offset),
+            || Sha256::digest(bytes).into(),
+        );
+        *slot.state() = if result.is_ok() { State::Written(sha256) } else { State::Waiting };
         result.map_err(Action::Write.failed(&self.path(place.shard)))
+    }
+
+    /// The sha256 of a tensor that is written, in lower-case hexadecimal.
+    pub fn sha256(&self, name: &str) -> Option<String> {
+        match *self.slots.get(name)?.state() {
+            State::Written(sha256) => Some(hexadecimal(&sha256)),
+            State::Waiting | State::BeingWritten => None,
+        }
+    }
+
+    /// The size in bytes of a tensor of the plan.
+    pub fn bytes_of(&self, name: &str) -> Option<u64> {
+        self.slots.get(name).map(|slot| slot.place.bytes)
+    }
+
+    /// Reads tensors that an earlier run wrote, and counts them as written if all have the sha256 given, and
+    /// none otherwise. Gives whether they have.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if a file can't be read.
+    pub fn adopt<'a>(&self, tensors: impl Iterator<Item = (&'a str, &'a str)>) -> Result<bool, Error> {
+        let mut adopted: Vec<(&Slot, [u8; 32])> = Vec::new();
+        for (name, expected) in tensors {
+            let Some(slot) = self.slots.get(name) else { return Ok(false) };
+            let sha256 = self.hash_of(&slot.place)?;
+            if hexadecimal(&sha256) != expected || *slot.state() != State::Waiting {
+                return Ok(false);
+            }
+            adopted.push((slot, sha256));
+        }
+        for (slot, sha256) in adopted {
+            *slot.state() = State::Written(sha256);
+        }
+        Ok(true)
+    }
+
+    /// Brings what is written to the disk.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn sync(&self) -> Result<(), Error> {
+        for (i, file) in self.files.iter().enumerate() {
+            file.sync_data().map_err(Action::Sync.failed(&self.path(i)))?;
+        }
+        Ok(())
+    }
+
+    fn hash_of(&self, place: &Place) -> Result<[u8; 32], Error> {
+        let mut hasher = Sha256::new();
+        let mut chunk = vec![0; HASH_CHUNK.min(place.bytes as usize)];
+        let (mut offset, end) = (place.offset, place.offset + place.bytes);
+        while offset < end {
+            let chunk = &mut chunk[..HASH_CHUNK.min((end - offset) as usize)];
+            self.files[place.shard]
+                .read_exact_at(chunk, offset)
+                .map_err(Action::Read.failed(&self.path(place.shard)))?;
+            hasher.update(&chunk);
+            offset += chunk.len() as u64;
+        }
+        Ok(hasher.finalize().into())
     }
 
     /// Checks that every tensor was written, brings the files to the disk, hashes them and writes the index.
@@ -126,7 +217,7 @@ impl ShardWriter {
         let mut missing = self
             .slots
             .iter()
-            .filter(|(_, slot)| slot.state.load(Ordering::Acquire) != WRITTEN)
+            .filter(|(_, slot)| !matches!(*slot.state(), State::Written(_)))
             .map(|(name, _)| name);
         match missing.next() {
             None => Ok(()),
@@ -181,5 +272,9 @@ fn hash(path: &Path, expected: u64, observer: &dyn Observer) -> Result<String, E
     if found != expected {
         return Err(Error::ShardChanged { path: path.to_owned(), found, expected });
     }
-    Ok(hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(hexadecimal(&hasher.finalize()))
+}
+
+fn hexadecimal(hash: &[u8]) -> String {
+    hash.iter().map(|byte| format!("{byte:02x}")).collect()
 }

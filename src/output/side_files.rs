@@ -76,6 +76,16 @@ pub fn copy_side_files(source: &Path, out: &Path) -> Result<SideFiles, Error> {
     Ok(files)
 }
 
+/// Bytes of the files that [`copy_side_files`] copies; those that can't be looked at are left to it.
+pub fn side_file_bytes(source: &Path) -> u64 {
+    let Ok(entries) = fs::read_dir(source) else { return 0 };
+    let size = |path: &Path, name: &str| match skip_reason(path, name) {
+        Ok(None) => fs::metadata(path).map_or(0, |metadata| metadata.len()),
+        _ => 0,
+    };
+    entries.flatten().map(|entry| size(&entry.path(), &entry.file_name().to_string_lossy())).sum()
+}
+
 fn skip_reason(path: &Path, name: &str) -> Result<Option<SkipReason>, Error> {
     let kind: FileType = match fs::metadata(path) {
         Ok(metadata) => metadata.file_type(),

@@ -7,14 +7,46 @@ use super::{Error, Objective};
 use crate::checkpoint::Checkpoint;
 use crate::progress::{Event, Observer};
 
-pub(super) fn by_error(
+/// What was measured, for all budgets alike.
+pub(super) struct Measurements {
+    budgets: Vec<f64>,
+    /// The options of each job; `None` before the first budget is solved.
+    measured: Option<Vec<Vec<Candidate>>>,
+}
+
+impl Measurements {
+    /// For budgets in bpw.
+    pub(super) fn of(budgets: Vec<f64>) -> Self {
+        Self { budgets, measured: None }
+    }
+
+    /// The options of each job, measured if they aren't yet, and once every budget is known to be feasible.
+    fn get(
+        &mut self,
+        checkpoint: &Checkpoint,
+        jobs: &[&Job<'_>],
+        weights: u64,
+        observer: &dyn Observer,
+    ) -> Result<&[Vec<Candidate>], crate::Error> {
+        let measured = match self.measured.take() {
+            Some(measured) => measured,
+            None => {
+                for &bpw in &self.budgets {
+                    budget(jobs, bpw, weights)?;
+                }
+                measure(checkpoint, jobs, weights, observer)?
+            }
+        };
+        Ok(self.measured.insert(measured))
+    }
+}
+
+fn measure(
     checkpoint: &Checkpoint,
     jobs: &[&Job<'_>],
-    bpw: f64,
+    weights: u64,
     observer: &dyn Observer,
-) -> Result<(Vec<Outcome>, Objective), crate::Error> {
-    let weights: u64 = jobs.iter().map(|job| job.member.module.weights()).sum();
-    let budget = budget(jobs, bpw, weights)?;
+) -> Result<Vec<Vec<Candidate>>, crate::Error> {
     observer.event(&Event::Stage { name: "measure", modules: jobs.len(), weights });
     let mut measured: Vec<Vec<Candidate>> = Vec::with_capacity(jobs.len());
     for job in jobs {
@@ -25,10 +57,23 @@ pub(super) fn by_error(
         let module = job.member.module;
         observer.event(&Event::Module { name: module.name(), weights: module.weights() });
     }
+    Ok(measured)
+}
+
+pub(super) fn by_error(
+    checkpoint: &Checkpoint,
+    jobs: &[&Job<'_>],
+    bpw: f64,
+    measurements: &mut Measurements,
+    observer: &dyn Observer,
+) -> Result<(Vec<Outcome>, Objective), crate::Error> {
+    let weights: u64 = jobs.iter().map(|job| job.member.module.weights()).sum();
+    let budget = budget(jobs, bpw, weights)?;
+    let measured = measurements.get(checkpoint, jobs, weights, observer)?;
     let solved = |open: &dyn Fn(&Candidate) -> bool| -> Result<(Solution, Vec<Vec<usize>>), Error> {
         let open: Vec<Vec<usize>> =
             measured.iter().map(|c| (0..c.len()).filter(|&i| open(&c[i])).collect()).collect();
-        let classes: Vec<Vec<Choice>> = (jobs.iter().zip(&measured).zip(&open))
+        let classes: Vec<Vec<Choice>> = (jobs.iter().zip(measured).zip(&open))
             .map(|((job, candidates), open)| {
                 let n = job.member.linear.out_features as f64;
                 let choice = |&i: &usize| Choice {
@@ -40,7 +85,7 @@ pub(super) fn by_error(
             .collect();
         let may_keep = |(c, open): (&Vec<Candidate>, &Vec<usize>)| open.iter().any(|&i| c[i].kept.is_some());
         let solution = match measured.iter().zip(&open).any(may_keep) {
-            true => solve_with_kept(jobs, &measured, &open, budget),
+            true => solve_with_kept(jobs, measured, &open, budget),
             false => solve(&classes, budget),
         };
         Ok((solution.ok_or_else(|| infeasible(jobs, bpw, weights))?, open))
@@ -69,7 +114,7 @@ pub(super) fn by_error(
         mean_relative_error: mean(&best, &open),
         mean_relative_error_one_width: mean(&one_width, &one_width_open),
     };
-    let outcomes = (jobs.iter().zip(&measured).zip(open.iter().zip(&best.picks)))
+    let outcomes = (jobs.iter().zip(measured).zip(open.iter().zip(&best.picks)))
         .map(|((job, candidates), (open, &pick))| job.outcome(candidates, open[pick]))
         .collect();
     Ok((outcomes, objective))

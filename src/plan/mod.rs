@@ -32,13 +32,14 @@ use crate::checkpoint::Checkpoint;
 use crate::progress::Observer;
 use crate::quantize::RowOrder;
 use crate::warning::{Warning, WarningCode};
+use choose::Measurements;
 use options::{Job, Outcome};
 use requant_formats::exl2::{Bits, MAX_GROUP_ROWS, ROW_UNIT};
 use safetensors::Dtype;
-use serde::{Serialize, Serializer};
+use serde::{Deserialize, Serialize};
 
 /// What is wanted.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Target {
     /// EXL2 with at most this many stored bits a weight, widths chosen by measured error.
@@ -66,7 +67,7 @@ impl Target {
 }
 
 /// Type of dense weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
 pub enum DenseType {
@@ -116,7 +117,7 @@ impl PlanOptions {
 }
 
 /// A decision for every module, and what led to it.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Plan {
     /// What was asked for.
     pub target: Target,
@@ -129,14 +130,13 @@ pub struct Plan {
     /// What is odd, and what it changes.
     pub warnings: Vec<Warning>,
     /// The tensors that belong to no linear.
-    #[serde(skip)]
     pub dense_tensors: Vec<PlannedTensor>,
     /// Whether the output's head has a tensor of its own although the source's is tied.
     pub untied: bool,
 }
 
 /// What becomes of a tensor that belongs to no linear.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PlannedTensor {
     /// Name in the output.
     pub name: String,
@@ -149,7 +149,7 @@ pub struct PlannedTensor {
 }
 
 /// What becomes of one linear.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct PlannedModule {
     /// Name in the output.
     pub name: String,
@@ -174,7 +174,7 @@ pub struct PlannedModule {
 }
 
 /// What becomes of a weight.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "layout")]
 pub enum Decision {
     /// The same tensors, byte for byte.
@@ -188,14 +188,13 @@ pub enum Decision {
 }
 
 /// An EXL2 layout, decided.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Exl2Decision {
     /// Rows of a group; the last may be shorter.
     pub group_size: usize,
     /// Width of each group, in the order of the source's rows.
     pub bits: Vec<Bits>,
     /// In which order rows are grouped.
-    #[serde(skip)]
     pub order: RowOrder,
     /// Groups that hold rows of several source groups without holding these whole.
     pub straddling_groups: usize,
@@ -243,6 +242,35 @@ impl Plan {
         options: &PlanOptions,
         observer: &dyn Observer,
     ) -> Result<Self, crate::Error> {
+        let budgets = if let Target::Bpw(bpw) = options.target { vec![bpw] } else { Vec::new() };
+        Self::measured(checkpoint, options, &mut Measurements::of(budgets), observer)
+    }
+
+    /// Plans one conversion for each of several budgets in bpw, and measures once for all. The target of
+    /// `options` doesn't count.
+    ///
+    /// # Errors
+    /// As [`Plan::new`]; a budget that can't be met is found before anything is measured.
+    pub fn for_budgets(
+        checkpoint: &Checkpoint,
+        options: &PlanOptions,
+        budgets: &[f64],
+        observer: &dyn Observer,
+    ) -> Result<Vec<Self>, crate::Error> {
+        let mut measurements = Measurements::of(budgets.to_vec());
+        let mut plan = |&bpw: &f64| {
+            let options = PlanOptions { target: Target::Bpw(bpw), ..options.clone() };
+            Self::measured(checkpoint, &options, &mut measurements, observer)
+        };
+        budgets.iter().map(&mut plan).collect()
+    }
+
+    fn measured(
+        checkpoint: &Checkpoint,
+        options: &PlanOptions,
+        measurements: &mut Measurements,
+        observer: &dyn Observer,
+    ) -> Result<Self, crate::Error> {
         let (Some(arch), Some(dims)) = (checkpoint.architecture(), checkpoint.dims()) else {
             let found = checkpoint.config().get("architectures").map(ToString::to_string);
             return Err(Error::Architecture { found }.into());
@@ -265,7 +293,8 @@ impl Plan {
         }
         let (outcomes, objective) = match options.target {
             Target::Bpw(bpw) => {
-                let (outcomes, objective) = choose::by_error(checkpoint, &quantized, bpw, observer)?;
+                let (outcomes, objective) =
+                    choose::by_error(checkpoint, &quantized, bpw, measurements, observer)?;
                 (outcomes, Some(objective))
             }
             _ => (quantized.iter().map(|job| job.only_outcome(checkpoint)).collect(), None),
@@ -305,8 +334,4 @@ fn straddling(module: &PlannedModule) -> Option<Warning> {
             bits.len()
         ),
     })
-}
-
-fn dtype_name<S: Serializer>(dtype: &Dtype, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_str(&format_args!("{dtype:?}"))
 }

@@ -9,7 +9,7 @@ use crate::quantize::{Cut, RowOrder, Samples, Source, fit_group};
 use rayon::prelude::*;
 use requant_formats::exl2::Bits;
 use requant_formats::gptq::GIdxKind;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
 /// Group sizes that a plan chooses from.
@@ -19,7 +19,7 @@ pub const GROUP_SIZES: [usize; 3] = [32, 64, 128];
 pub(super) const MOST_MIXES: usize = 64;
 
 /// One way to store a module.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModuleOption {
     /// Rows of a group.
     pub group_size: usize,
@@ -30,12 +30,12 @@ pub struct ModuleOption {
     /// Frobenius norm of the difference over that of the weight.
     pub relative_error: f64,
     /// Whether the module stays GPTQ.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub kept: bool,
 }
 
 /// What another option would cost and bring.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Price {
     /// Bits more; negative for fewer.
     pub bits: i64,

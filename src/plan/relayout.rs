@@ -7,7 +7,7 @@ use crate::checkpoint::{Bias, Checkpoint, Gptq, Layout, Module};
 use crate::warning::{Warning, WarningCode};
 use requant_formats::gptq::{self, Bits, GIdxKind, ZeroConvention};
 use safetensors::Dtype;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// How GPTQ is written.
@@ -41,7 +41,7 @@ pub enum Order {
 }
 
 /// A GPTQ layout, decided.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct GptqDecision {
     /// Width of a code.
     pub bits: Bits,
@@ -64,7 +64,6 @@ pub struct GptqDecision {
     /// Whether all groups but the last have `group_size` rows.
     pub equal_groups: bool,
     /// Type of `scales`.
-    #[serde(serialize_with = "super::dtype_name")]
     pub scales: Dtype,
 }
 

@@ -6,10 +6,10 @@ use crate::arch::{Architecture, AttentionBias, Dims, Linear, Part};
 use crate::checkpoint::{Bias, Checkpoint, Layout, Module};
 use crate::warning::{Warning, WarningCode};
 use requant_formats::exl2::{MAX_ROWS, ROW_UNIT};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// What happens to dense members of a set that is otherwise quantized.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DenseMembers {
     /// They get the widest option of the plan.
@@ -22,7 +22,7 @@ pub enum DenseMembers {
 }
 
 /// What becomes of a bias.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BiasDecision {
     /// The source has none, and none is expected.

@@ -4,10 +4,10 @@ use super::tensors::specs;
 use super::{BiasDecision, Decision, PlannedModule, PlannedTensor};
 use crate::checkpoint::{Checkpoint, Layout};
 use crate::output::TensorSpec;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Sizes.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Totals {
     /// Weights (k · n) of the decoder linears that are quantized in the output.
     pub quantized_weights: u64,
@@ -91,7 +91,7 @@ impl PlannedModule {
 /// The objective is the sum over modules of `out_features` times the relative squared error of the weight,
 /// as measured: what uncorrelated inputs of unit variance would see at the outputs, each module's output
 /// being scaled to unit variance.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Objective {
     /// Its value for the plan.
     pub value: f64,

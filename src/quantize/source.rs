@@ -6,7 +6,8 @@ use requant_formats::{Permutation, gptq};
 use std::ops::Range;
 
 /// How rows are laid out before they are cut into groups.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum RowOrder {
     /// Rows of one source group together, groups ascending, stable within a group.
     Grouped,

@@ -16,11 +16,11 @@ pub use matrix::{Matrix, check_scales};
 pub use zeros::{ZeroConvention, ZeroEncoding, ZeroSurvey, decode_zeros, encode_zeros, survey_zeros};
 
 use crate::bitstream;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Width of a code: 2, 3, 4 or 8 bits (SPEC G1.1).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(into = "u32")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "u32", into = "u32")]
 pub struct Bits(u8);
 
 impl Bits {

@@ -2,11 +2,11 @@
 
 use super::{Error, Shape, expect_len};
 use crate::bitstream;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// What a writer stores for a zero point z: v1 `z − 1`, v2 `z`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ZeroConvention {
     /// `checkpoint_format: gptq`.
