@@ -58,6 +58,7 @@ fn the_readmes_command_writes_a_complete_directory() {
             "schema",
             "tool",
             "source",
+            "flags",
             "target",
             "totals",
             "objective",
