@@ -249,7 +249,10 @@ fn a_signal_stops_cleanly() {
             "measure" => (&[], "error: interrupted"),
             _ => (&["out.partial"], "  hint: what is done is kept: the same command with --resume goes on"),
         };
-        assert_eq!((names_in(dir.path()), last.as_str()), (left.iter().map(|s| s.to_string()).collect(), line));
+        assert_eq!(
+            (names_in(dir.path()), last.as_str()),
+            (left.iter().map(|s| s.to_string()).collect(), line)
+        );
     }
 }
 

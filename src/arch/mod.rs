@@ -10,7 +10,7 @@ mod table;
 mod tests;
 
 pub use dims::{Dims, Error};
-pub use table::{ARCHITECTURES, Architecture, AttentionBias, ExpertNames, MlpKind};
+pub use table::{ARCHITECTURES, Architecture, AttentionBias, ExpertNames, MlpKind, Window};
 
 use serde::Serialize;
 use serde_json::{Map, Value};

@@ -11,8 +11,19 @@ pub struct Architecture {
     pub qk_norm: bool,
     /// One MLP, or experts.
     pub mlp: MlpKind,
-    /// Whether the model has a sliding window that exllamav2 does not apply.
-    pub window_ignored_by_exllamav2: bool,
+    /// The sliding window, which exllamav2 applies to none of these.
+    pub window: Window,
+}
+
+/// When a model attends through a sliding window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Window {
+    /// Never.
+    None,
+    /// Where `sliding_window` is a number.
+    Always,
+    /// Where `use_sliding_window` says so, too.
+    IfUsed,
 }
 
 /// Which attention linears have a bias.
@@ -57,26 +68,32 @@ const LLAMA: Architecture = Architecture {
     attention_bias: AttentionBias::ByConfig,
     qk_norm: false,
     mlp: MlpKind::Dense,
-    window_ignored_by_exllamav2: false,
+    window: Window::None,
 };
 
 /// All architectures.
 pub const ARCHITECTURES: &[Architecture] = &[
     LLAMA,
-    Architecture { name: "MistralForCausalLM", window_ignored_by_exllamav2: true, ..LLAMA },
-    Architecture { name: "Qwen2ForCausalLM", attention_bias: AttentionBias::Qkv, ..LLAMA },
-    Architecture { name: "Qwen3ForCausalLM", qk_norm: true, ..LLAMA },
+    Architecture { name: "MistralForCausalLM", window: Window::Always, ..LLAMA },
+    Architecture {
+        name: "Qwen2ForCausalLM",
+        attention_bias: AttentionBias::Qkv,
+        window: Window::IfUsed,
+        ..LLAMA
+    },
+    Architecture { name: "Qwen3ForCausalLM", qk_norm: true, window: Window::IfUsed, ..LLAMA },
     Architecture {
         name: "MixtralForCausalLM",
         // GPTQModel since 7 writes the second names.
         mlp: MlpKind::Experts { names: &[ExpertNames::MIXTRAL, ExpertNames::MLP] },
-        window_ignored_by_exllamav2: true,
+        window: Window::Always,
         ..LLAMA
     },
     Architecture {
         name: "Qwen3MoeForCausalLM",
         qk_norm: true,
         mlp: MlpKind::Experts { names: &[ExpertNames::MLP] },
+        window: Window::IfUsed,
         ..LLAMA
     },
 ];

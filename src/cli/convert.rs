@@ -355,7 +355,12 @@ impl Arguments {
         if self.bpw.iter().enumerate().any(repeated) {
             return Err(Failure::usage("--bpw names a bitrate twice".into(), "name each once"));
         }
-        Ok(())
+        // What makes no sense in itself is told before anything is opened.
+        match self.to {
+            Layout::Exl2 => self.exl2_options(self.bpw.first().copied()).map(drop),
+            Layout::Gptq => self.gptq_options().map(drop),
+            Layout::Fp16 | Layout::Bf16 | Layout::Same => Ok(()),
+        }
     }
 
     /// A plan for each budget, and one where there is none.

@@ -5,6 +5,7 @@ use std::fmt;
 use serde_json::{Map, Number, Value, json};
 
 use super::rope;
+use crate::arch::{self, Window};
 
 /// The exllamav2 whose configuration is written.
 pub const EXLLAMAV2_VERSION: &str = "0.3.2";
@@ -240,26 +241,12 @@ fn note_architectures(json: &Map<String, Value>, notes: &mut Vec<ConfigNote>) {
     }
 }
 
-/// Architectures to which transformers applies `sliding_window` and exllamav2 doesn't, and whether
-/// transformers does so only if `use_sliding_window` says so. (exllamav2's architecture.py: `swa` is set for
-/// none, `alternating_swa` for Gemma 2 and 3 and Cohere 2.)
-const UNAPPLIED_WINDOWS: [(&str, bool); 8] = [
-    ("MistralForCausalLM", false),
-    ("MixtralForCausalLM", false),
-    ("Phi3ForCausalLM", false),
-    ("Starcoder2ForCausalLM", false),
-    ("Qwen2ForCausalLM", true),
-    ("Qwen2MoeForCausalLM", true),
-    ("Qwen3ForCausalLM", true),
-    ("Qwen3MoeForCausalLM", true),
-];
-
 fn note_sliding_window(json: &Map<String, Value>, notes: &mut Vec<ConfigNote>) {
-    let architecture = json.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str);
-    let Some((_, opt_in)) = UNAPPLIED_WINDOWS.iter().find(|(name, _)| Some(*name) == architecture) else {
-        return;
+    let applied = match arch::find(json).map_or(Window::None, |arch| arch.window) {
+        Window::None => false,
+        Window::Always => true,
+        Window::IfUsed => json.get("use_sliding_window") == Some(&Value::Bool(true)),
     };
-    let applied = !opt_in || json.get("use_sliding_window") == Some(&Value::Bool(true));
     let context = json.get("max_position_embeddings").and_then(Value::as_u64).unwrap_or(u64::MAX);
     if let Some(window) = json.get("sliding_window").and_then(Value::as_u64)
         && applied
