@@ -8,6 +8,7 @@ mod errors;
 mod inspect;
 mod print;
 mod progress;
+mod summary;
 mod verify;
 
 use clap::{CommandFactory, Parser, Subcommand};
