@@ -58,6 +58,8 @@ pub enum WarningCode {
     TiedHeadDiffers,
     /// Embeddings are tied by the configuration, but the head is quantized. The stored head counts.
     TiedHeadQuantized,
+    /// Tensors that the architecture has no use for. EXL2 outputs leave them out.
+    TensorsUnused,
     /// A set of linears that is dense in the source stays so.
     DenseSetKept,
     /// Sizes that EXL2 can't hold. The set becomes fp16.

@@ -120,7 +120,8 @@ impl Architecture {
         (0..dims.layers).flat_map(|layer| self.block(dims, naming, layer)).collect()
     }
 
-    fn block(&self, dims: &Dims, naming: ExpertNames, layer: usize) -> Vec<Linear> {
+    /// The linears of one block.
+    pub fn block(&self, dims: &Dims, naming: ExpertNames, layer: usize) -> Vec<Linear> {
         let prefix = format!("model.layers.{layer}");
         let (hidden, q, kv) = (dims.hidden, dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim);
         let attention = [

@@ -3,6 +3,7 @@
 
 use super::dynamic::{Overrides, Rules};
 use super::error::{Error, Fault};
+use super::json;
 use crate::warning::{Warning, WarningCode};
 use requant_formats::gptq::{Bits, ZeroConvention};
 use serde_json::{Map, Value};
@@ -159,7 +160,7 @@ pub(super) fn read(dir: &Path) -> Result<Config, Error> {
 }
 
 fn read_object(path: &Path) -> Result<Option<Map<String, Value>>, Error> {
-    let text = match std::fs::read(path) {
+    let text = match json::read(path) {
         Ok(text) => text,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(e) => return Err(Error::new(path, e)),

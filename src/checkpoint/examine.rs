@@ -113,7 +113,7 @@ pub(super) fn examine(shards: &Shards, wanted: &Wanted, stated: Stated) -> Resul
         Stored::Gptq(stored) => stored.stored_out_features,
         Stored::Dense { .. } => out_features,
     };
-    let bias = module.bias(stored_columns)?;
+    let bias = module.bias(stored_columns, out_features)?;
     Ok(Some(Found { in_features, out_features, stored, bias, stated }))
 }
 
@@ -216,11 +216,16 @@ impl<'a> Tensors<'a> {
         Ok((Stored::Dense { dtype: weight.dtype() }, [k, n]))
     }
 
-    fn bias(&self, columns: usize) -> Result<Option<Bias>, Error> {
+    /// A bias of as many columns as stored, of which those from `kept` on must pad, too.
+    fn bias(&self, columns: usize, kept: usize) -> Result<Option<Bias>, Error> {
         let Some(bias) = self.find("bias") else { return Ok(None) };
         bias.expect_dtype(&FLOATS, FLOATS_IN_WORDS)?;
         bias.expect_shape(&[columns])?;
-        let zero = bias.floats().is_some_and(|floats| floats.iter().all(|&f| f == 0.0));
+        let floats = bias.floats().unwrap_or_default();
+        if floats[kept..].iter().any(|&f| f != 0.0) {
+            bias.expect_shape(&[kept])?;
+        }
+        let zero = floats.iter().all(|&f| f == 0.0);
         Ok(Some(if zero { Bias::AllZero } else { Bias::NonZero }))
     }
 

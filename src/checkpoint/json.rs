@@ -2,7 +2,24 @@
 
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use std::fmt;
+use std::io::ErrorKind;
 use std::marker::PhantomData;
+use std::path::Path;
+
+/// No configuration or index is larger.
+const MOST_BYTES: u64 = 1 << 28;
+
+/// Reads a file that should hold JSON: a regular one of bearable size, not a pipe or device that never ends.
+pub(super) fn read(path: &Path) -> std::io::Result<Vec<u8>> {
+    let metadata = std::fs::metadata(path)?;
+    if !metadata.is_file() {
+        return Err(std::io::Error::new(ErrorKind::InvalidInput, "not a regular file"));
+    }
+    if metadata.len() > MOST_BYTES {
+        return Err(std::io::Error::new(ErrorKind::InvalidData, "far too large to be what its name says"));
+    }
+    std::fs::read(path)
+}
 
 /// The entries of an object in the file's order, repeated keys included.
 #[derive(Debug)]

@@ -41,6 +41,7 @@ pub(super) fn open(dir: &Path, options: &OpenOptions) -> Result<Checkpoint, Erro
     let found = examine_all(dir, &shards, &wanted, quant.as_ref(), known.as_ref())?;
     if let Some((arch, dims)) = &known {
         check_rest(&shards, arch, dims, naming, &wanted)?;
+        warnings.extend(unused_tensors(&shards, arch, dims, naming, &wanted));
     }
     report::contradictions(&wanted, &found, quant.as_ref(), &mut warnings);
 
@@ -104,17 +105,25 @@ fn expected_modules(
     dims: &Dims,
     naming: ExpertNames,
 ) -> Result<Vec<Wanted>, Error> {
-    let mut wanted: Vec<Wanted> = arch
-        .linears(&within(dims, shards.tensors.len()), naming)
-        .into_iter()
-        .map(|linear| Wanted {
+    // A configuration can claim 2^28 layers of as many experts; listing their names would take all memory. So
+    // blocks are listed up to the first that lacks a linear, and no more experts than a file can have.
+    let most = shards.tensors.len() + 1;
+    let bounded = Dims { experts: dims.experts.map(|experts| experts.min(most)), ..dims.clone() };
+    let is_stored = |name: &str| LAYOUTS.iter().any(|suffix| shards.has(&format!("{name}.{suffix}")));
+    let mut wanted: Vec<Wanted> = Vec::new();
+    for layer in 0..dims.layers {
+        let block = arch.block(&bounded, naming, layer);
+        let whole = block.iter().all(|linear| is_stored(&linear.name));
+        wanted.extend(block.into_iter().map(|linear| Wanted {
             name: linear.name.clone(),
             sizes: Some([linear.in_features, linear.out_features]),
             linear: Some(linear),
-        })
-        .collect();
-    let stored = LAYOUTS.iter().any(|suffix| shards.has(&format!("{}.{suffix}", arch::HEAD)));
-    if stored {
+        }));
+        if !whole {
+            break;
+        }
+    }
+    if is_stored(arch::HEAD) {
         let sizes = Some([dims.hidden, dims.vocab]);
         wanted.push(Wanted { name: arch::HEAD.into(), sizes, linear: None });
     } else if !dims.tied {
@@ -122,14 +131,6 @@ fn expected_modules(
         return Err(Error::tensor(shards.list_of_tensors(), name, Fault::HeadMissing));
     }
     Ok(wanted)
-}
-
-/// The same model cut to a size of which a file with so many tensors must lack a module. A configuration
-/// can claim 2^28 layers; listing their names would take all memory before the first is found missing.
-fn within(dims: &Dims, tensors: usize) -> Dims {
-    let experts = dims.experts.map(|experts| experts.min(tensors + 1));
-    let layers = dims.layers.min(tensors / experts.unwrap_or(1) + 1);
-    Dims { experts, layers, ..dims.clone() }
 }
 
 /// Linears of an unknown architecture: what is quantized, and dense matrices that are named like linears
@@ -221,8 +222,10 @@ fn check_rest(
 ) -> Result<(), Error> {
     let names: HashSet<&str> = wanted.iter().map(|module| module.name.as_str()).collect();
     for tensor in &shards.tensors {
-        if let Some((stem, "qweight" | "q_weight")) = tensor.name().rsplit_once('.')
+        let beyond = layer_of(tensor.name()).is_some_and(|layer| layer >= dims.layers);
+        if let Some((stem, suffix)) = tensor.name().rsplit_once('.')
             && !names.contains(stem)
+            && (matches!(suffix, "qweight" | "q_weight") || beyond && tensor.shape().len() == 2)
         {
             let fault = Fault::ModuleUnexpected { architecture: arch.name, layers: dims.layers };
             return Err(shards.view(tensor).error(fault));
@@ -240,6 +243,56 @@ fn check_rest(
     }
     Ok(())
 }
+
+/// The block that a name belongs to.
+fn layer_of(name: &str) -> Option<usize> {
+    name.strip_prefix("model.layers.")?.split('.').next()?.parse().ok()
+}
+
+/// Tensors that the architecture has no use for. Buffers that older files hold are no news.
+fn unused_tensors(
+    shards: &Shards,
+    arch: &Architecture,
+    dims: &Dims,
+    naming: ExpertNames,
+    wanted: &[Wanted],
+) -> Option<Warning> {
+    let stems: HashSet<&str> = wanted.iter().map(|module| module.name.as_str()).collect();
+    let dense: HashSet<String> = arch.dense_tensors(dims, naming).into_iter().map(|t| t.name).collect();
+    let is_known = |name: &str| {
+        let (stem, suffix) = name.rsplit_once('.').unwrap_or((name, ""));
+        dense.contains(name)
+            || suffix == "inv_freq"
+            || stems.contains(stem) && (SUFFIXES.contains(&suffix) || suffix == "bias")
+    };
+    let unused: Vec<&str> = shards.tensors.iter().map(|t| t.name()).filter(|name| !is_known(name)).collect();
+    let (first, rest) = unused.split_first()?;
+    let more = if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
+    Some(Warning {
+        code: WarningCode::TensorsUnused,
+        subject: (*first).into(),
+        message: format!(
+            "It{more} belong to nothing that {} has. An EXL2 output leaves them out; if the model needs them, its \
+             config.json names the wrong architecture.",
+            arch.name
+        ),
+    })
+}
+
+/// Suffixes of the tensors of a linear in all layouts.
+const SUFFIXES: [&str; 11] = [
+    "weight",
+    "qweight",
+    "qzeros",
+    "scales",
+    "g_idx",
+    "q_weight",
+    "q_invperm",
+    "q_scale",
+    "q_scale_max",
+    "q_groups",
+    "q_perm",
+];
 
 fn decide_zeros(
     shards: &Shards,

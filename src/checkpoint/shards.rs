@@ -2,7 +2,7 @@
 
 use super::error::{Error, Fault};
 use super::header::{Entry, Header, Lie};
-use super::json::Entries;
+use super::json::{self, Entries};
 use super::mapped::Mapped;
 use super::tensor::{TensorInfo, TensorView};
 use crate::warning::{Warning, WarningCode};
@@ -316,7 +316,7 @@ impl Index {
             weight_map: Entries<String>,
         }
         let path = dir.join(file);
-        let text = std::fs::read(&path).map_err(|e| Error::new(&path, e))?;
+        let text = json::read(&path).map_err(|e| Error::new(&path, e))?;
         let raw: Raw = serde_json::from_slice(&text)
             .map_err(|e| Error::new(&path, Fault::IndexMalformed { message: e.to_string() }))?;
         let entries = raw.weight_map.0;

@@ -75,9 +75,11 @@ fn write_bias(
 ) -> Result<Exactness, crate::Error> {
     let Some(tensor) = checkpoint.tensor(source) else { return Ok(Exactness::Identical) };
     let (bytes, exactness) = bytes_as(tensor, spec.dtype)?;
-    let size = bytes.len() / spec.shape[0].max(1);
+    // Columns that only pad have a bias of 0, which goes with them.
+    let size = spec.dtype.bitsize() / 8;
+    let bytes = &bytes[..spec.shape[0] * size];
     match columns {
-        None => writer.write(&spec.name, &bytes)?,
+        None => writer.write(&spec.name, bytes)?,
         Some(order) => {
             let moved: Vec<u8> = (order.map().iter())
                 .flat_map(|&column| bytes[column as usize * size..][..size].iter().copied())

@@ -55,6 +55,12 @@ pub enum Error {
         /// Name in the source.
         module: String,
     },
+    /// A linear of the architecture isn't in the checkpoint.
+    #[error("the module is missing")]
+    MissingModule {
+        /// Name in the source.
+        module: String,
+    },
     /// A bias on the output head.
     #[error("the output head has a bias, which exllamav2 does not support")]
     HeadBias,
@@ -190,6 +196,7 @@ impl Diagnose for Error {
             Self::DenseMember { .. } => "plan.dense_member",
             Self::UnexpectedBias { .. } => "plan.unexpected_bias",
             Self::MissingBias { .. } => "plan.missing_bias",
+            Self::MissingModule { .. } => "plan.missing_module",
             Self::HeadBias => "plan.head_bias",
             Self::NotFinite { .. } => "plan.not_finite",
             Self::HeadSize { .. } => "plan.head_size",
@@ -233,6 +240,7 @@ impl Diagnose for Error {
             | Self::DenseMember { module }
             | Self::UnexpectedBias { module, .. }
             | Self::MissingBias { module }
+            | Self::MissingModule { module }
             | Self::RulesDisagree { module, .. }
             | Self::GroupSplit { module, .. }
             | Self::TooNarrow { module, .. }
@@ -266,7 +274,7 @@ impl Diagnose for Error {
             Self::UnexpectedBias { way_out: None, .. } => {
                 "exllamav2 has no place for it; this model can't become EXL2 without changing it".into()
             }
-            Self::MissingBias { .. } => "the checkpoint is incomplete: download it again".into(),
+            Self::MissingBias { .. } | Self::MissingModule { .. } => "the checkpoint is incomplete: download it again".into(),
             Self::NotFinite { .. } => {
                 "EXL2 stores fp16; the file may be damaged: compare its hash with the hub's".into()
             }

@@ -59,9 +59,11 @@ pub(super) fn members<'a>(
 ) -> Result<(Vec<Member<'a>>, Vec<Warning>), Error> {
     let mut all: Vec<(Linear, &Module)> = Vec::new();
     for linear in arch.linears(dims, checkpoint.naming()) {
-        if let Some(module) = checkpoint.module(&linear.name) {
-            all.push((linear, module));
-        }
+        // The reader has found all of them; a linear that is skipped would be a model without it.
+        let Some(module) = checkpoint.module(&linear.name) else {
+            return Err(Error::MissingModule { module: linear.name });
+        };
+        all.push((linear, module));
     }
     let mut members = Vec::with_capacity(all.len());
     let mut warnings = Vec::new();
