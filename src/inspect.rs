@@ -1,7 +1,8 @@
 //! What a checkpoint is: a summary for people and programs.
 
 use crate::checkpoint::{Bias, Checkpoint, Layout, Module};
-use crate::warning::Warning;
+use crate::verify;
+use crate::warning::{Warning, WarningCode};
 use requant_formats::exl2::Bits;
 use requant_formats::gptq::GIdxKind;
 use serde::Serialize;
@@ -109,9 +110,18 @@ impl Inspection {
             files: checkpoint.files().iter().map(|f| (f.name().to_string(), f.size())).collect(),
             totals: totals(checkpoint),
             modules,
-            warnings: checkpoint.warnings().to_vec(),
+            warnings: checkpoint.warnings().iter().cloned().chain(misread(checkpoint)).collect(),
         }
     }
+}
+
+/// What the loader of an EXL2 directory would fail on or read otherwise than meant.
+fn misread(checkpoint: &Checkpoint) -> impl Iterator<Item = Warning> {
+    verify::exllamav2_faults(checkpoint).into_iter().map(|fault| Warning {
+        code: WarningCode::Exllamav2Misreads,
+        subject: fault.tensor.or(fault.file).unwrap_or_default(),
+        message: fault.message,
+    })
 }
 
 impl InspectedModule {

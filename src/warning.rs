@@ -78,6 +78,8 @@ pub enum WarningCode {
     HeadDequantized,
     /// Values are rounded to fp16: those of a dense tensor, or weights of scales that are too small for it.
     RoundedToHalf,
+    /// exllamav2 would fail on this EXL2 directory, or read it otherwise than meant.
+    Exllamav2Misreads,
     /// The target's engine reads something in the configuration differently.
     Config,
 }

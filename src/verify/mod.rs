@@ -91,6 +91,15 @@ pub struct Fault {
     pub message: String,
 }
 
+/// What exllamav2 would fail on or misread in a directory that holds EXL2 modules, as far as shapes, the
+/// configuration and small tensors tell; nothing where no module is EXL2.
+pub fn exllamav2_faults(checkpoint: &Checkpoint) -> Vec<Fault> {
+    match has_exl2(checkpoint) {
+        true => exllamav2::check(checkpoint, &[]).faults,
+        false => Vec::new(),
+    }
+}
+
 impl Fault {
     fn file(file: &str, message: impl Into<String>) -> Self {
         Self { file: Some(file.into()), tensor: None, message: message.into() }
