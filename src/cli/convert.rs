@@ -51,7 +51,7 @@ pub(super) struct Arguments {
     #[arg(long, value_name = "N", conflicts_with = "bpw")]
     group_size: Option<usize>,
     /// Leave modules GPTQ where that is smaller or better and exllamav2 reads them; with --bpw.
-    #[arg(help_heading = "EXL2 output", long, requires = "bpw")]
+    #[arg(help_heading = "EXL2 output", long, requires = "bpw", conflicts_with = "bits")]
     keep_gptq: bool,
     /// Quantize the output head at this width; without it the head stays fp16.
     #[arg(help_heading = "EXL2 output", long, value_name = "N", value_parser = parse_bits)]

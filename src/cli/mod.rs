@@ -22,7 +22,7 @@ struct Arguments {
     #[command(subcommand)]
     command: Command,
     /// Threads to use; all cores if left out.
-    #[arg(long, global = true, display_order = 100, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, global = true, display_order = 100, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
     /// Print results and errors as JSON.
     #[arg(long, global = true, display_order = 101)]
