@@ -109,3 +109,16 @@ fn a_pipe_in_place_of_a_configuration_does_not_hang() {
         }
     }
 }
+
+/// A link that leads nowhere failed the job after all its work.
+#[test]
+fn side_files_that_lead_nowhere_are_left_out() {
+    let dir = Model::new(&Quantized::default()).write();
+    std::os::unix::fs::symlink("loop", dir.path().join("loop")).unwrap();
+    std::os::unix::fs::symlink("config.json/x", dir.path().join("no-directory")).unwrap();
+    let converted = convert(dir.path(), &["--bits", "4"]);
+    let skipped = converted.report["side_files"]["skipped"].as_array().unwrap();
+    for name in ["loop", "no-directory"] {
+        assert!(skipped.iter().any(|s| s["name"] == name && s["reason"] == "broken_link"), "{skipped:?}");
+    }
+}

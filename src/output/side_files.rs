@@ -89,7 +89,10 @@ pub fn side_file_bytes(source: &Path) -> u64 {
 fn skip_reason(path: &Path, name: &str) -> Result<Option<SkipReason>, Error> {
     let kind: FileType = match fs::metadata(path) {
         Ok(metadata) => metadata.file_type(),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Some(SkipReason::BrokenLink)),
+        // Absent, in a loop, or through something that is no directory.
+        Err(e) if e.kind() != io::ErrorKind::PermissionDenied && path.is_symlink() => {
+            return Ok(Some(SkipReason::BrokenLink));
+        }
         Err(e) => return Err(Action::Read.failed(path)(e)),
     };
     Ok(match name {

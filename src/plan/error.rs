@@ -44,16 +44,16 @@ pub enum Error {
     /// A bias that exllamav2 would refuse.
     #[error("the bias isn't zero, but exllamav2 expects none for this architecture")]
     UnexpectedBias {
-        /// Name in the source.
-        module: String,
+        /// The bias.
+        tensor: String,
         /// The flag of `config.json` that makes it expected, where that would work.
         way_out: Option<&'static str>,
     },
     /// A bias that exllamav2 can't do without.
     #[error("exllamav2 expects a bias, and the source has none")]
     MissingBias {
-        /// Name in the source.
-        module: String,
+        /// The bias.
+        tensor: String,
     },
     /// A linear of the architecture isn't in the checkpoint.
     #[error("the module is missing")]
@@ -238,8 +238,8 @@ impl Diagnose for Error {
             Self::NotFinite { tensor, .. } => Some(tensor),
             Self::AlreadyExl2 { module }
             | Self::DenseMember { module }
-            | Self::UnexpectedBias { module, .. }
-            | Self::MissingBias { module }
+            | Self::UnexpectedBias { tensor: module, .. }
+            | Self::MissingBias { tensor: module }
             | Self::MissingModule { module }
             | Self::RulesDisagree { module, .. }
             | Self::GroupSplit { module, .. }

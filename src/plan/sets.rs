@@ -219,7 +219,7 @@ fn bias(
 ) -> Result<BiasDecision, Error> {
     match (linear.bias, module.bias()) {
         (true, Some(_)) => Ok(BiasDecision::Kept),
-        (true, None) => Err(Error::MissingBias { module: module.name().into() }),
+        (true, None) => Err(Error::MissingBias { tensor: format!("{}.bias", module.name()) }),
         (false, None) => Ok(BiasDecision::None),
         (false, Some(Bias::AllZero)) => {
             warnings.push(zero_bias_dropped(module.name()));
@@ -232,7 +232,7 @@ fn bias(
                 (Part::Mlp, _) => Some("mlp_bias"),
             };
             let way_out = flag.filter(|_| set.iter().all(|(_, m)| m.bias().is_some()));
-            Err(Error::UnexpectedBias { module: module.name().into(), way_out })
+            Err(Error::UnexpectedBias { tensor: format!("{}.bias", module.name()), way_out })
         }
     }
 }
