@@ -40,6 +40,7 @@ pub use config::{CONFIG, GroupSize, Producer, QuantConfig};
 pub use dynamic::{Overrides, Resolved, Rules, Verdict};
 pub use error::{Error, Fault, MixedZeros};
 pub use module::{Bias, Exl2, Gptq, Layout, Module};
+pub(crate) use read::transpose;
 pub use shards::Shard;
 pub use tensor::{TensorInfo, TensorView};
 pub use zeros::{AllOnes, ZeroEvidence, Zeros};

@@ -41,7 +41,6 @@ pub(super) fn open(dir: &Path, options: &OpenOptions) -> Result<Checkpoint, Erro
     let found = examine_all(dir, &shards, &wanted, quant.as_ref(), known.as_ref())?;
     if let Some((arch, dims)) = &known {
         check_rest(&shards, arch, dims, naming, &wanted)?;
-        warnings.extend(unused_tensors(&shards, arch, dims, naming, &wanted));
     }
     report::contradictions(&wanted, &found, quant.as_ref(), &mut warnings);
 
@@ -59,6 +58,10 @@ pub(super) fn open(dir: &Path, options: &OpenOptions) -> Result<Checkpoint, Erro
     };
     let by_name = modules.iter().enumerate().map(|(i, m)| (m.name.clone(), i)).collect();
     let other_tensors = tensors_of_no_module(&shards, &modules);
+    if let Some((arch, dims)) = &known {
+        let others = other_tensors.iter().map(|&i| shards.tensors[i].name());
+        warnings.extend(unused_tensors(others, arch, dims, naming));
+    }
     Ok(Checkpoint {
         dir: dir.to_owned(),
         config: model,
@@ -249,23 +252,17 @@ fn layer_of(name: &str) -> Option<usize> {
     name.strip_prefix("model.layers.")?.split('.').next()?.parse().ok()
 }
 
-/// Tensors that the architecture has no use for. Buffers that older files hold are no news.
-fn unused_tensors(
-    shards: &Shards,
+/// Of the tensors that belong to no module, those that the architecture has no use for. Buffers that older
+/// files hold are no news.
+fn unused_tensors<'a>(
+    others: impl Iterator<Item = &'a str>,
     arch: &Architecture,
     dims: &Dims,
     naming: ExpertNames,
-    wanted: &[Wanted],
 ) -> Option<Warning> {
-    let stems: HashSet<&str> = wanted.iter().map(|module| module.name.as_str()).collect();
     let dense: HashSet<String> = arch.dense_tensors(dims, naming).into_iter().map(|t| t.name).collect();
-    let is_known = |name: &str| {
-        let (stem, suffix) = name.rsplit_once('.').unwrap_or((name, ""));
-        dense.contains(name)
-            || suffix == "inv_freq"
-            || stems.contains(stem) && (SUFFIXES.contains(&suffix) || suffix == "bias")
-    };
-    let unused: Vec<&str> = shards.tensors.iter().map(|t| t.name()).filter(|name| !is_known(name)).collect();
+    let unused: Vec<&str> =
+        others.filter(|name| !dense.contains(*name) && !name.ends_with(".inv_freq")).collect();
     let (first, rest) = unused.split_first()?;
     let more = if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
     Some(Warning {
@@ -278,21 +275,6 @@ fn unused_tensors(
         ),
     })
 }
-
-/// Suffixes of the tensors of a linear in all layouts.
-const SUFFIXES: [&str; 11] = [
-    "weight",
-    "qweight",
-    "qzeros",
-    "scales",
-    "g_idx",
-    "q_weight",
-    "q_invperm",
-    "q_scale",
-    "q_scale_max",
-    "q_groups",
-    "q_perm",
-];
 
 fn decide_zeros(
     shards: &Shards,

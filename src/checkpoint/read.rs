@@ -168,7 +168,7 @@ impl Checkpoint {
 }
 
 /// `[rows, columns]` to `[columns, rows]`, in blocks that stay in the cache.
-fn transpose<T: Copy + Default>(matrix: &[T], rows: usize, columns: usize) -> Vec<T> {
+pub(crate) fn transpose<T: Copy + Default>(matrix: &[T], rows: usize, columns: usize) -> Vec<T> {
     const BLOCK: usize = 32;
     let mut transposed = vec![T::default(); matrix.len()];
     for top in (0..rows).step_by(BLOCK) {

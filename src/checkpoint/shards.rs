@@ -105,12 +105,7 @@ impl Shards {
     fn take_all(&mut self, headers: Vec<Header>) -> Result<(), Error> {
         for (file, header) in headers.into_iter().enumerate() {
             for entry in header.tensors {
-                if let Some(&first) = self.by_name.get(&entry.name) {
-                    let other = self.files[self.tensors[first].file].name.clone();
-                    let path = self.files[file].path();
-                    return Err(Error::tensor(path, entry.name, Fault::InTwoFiles { other }));
-                }
-                self.push(file, entry);
+                self.push_new(file, entry)?;
             }
         }
         Ok(())
@@ -152,13 +147,19 @@ impl Shards {
             });
         }
         for (file, entry) in strays {
-            if let Some(&first) = self.by_name.get(&entry.name) {
-                let other = self.files[self.tensors[first].file].name.clone();
-                let path = self.files[file].path();
-                return Err(Error::tensor(path, entry.name, Fault::InTwoFiles { other }));
-            }
-            self.push(file, entry);
+            self.push_new(file, entry)?;
         }
+        Ok(())
+    }
+
+    /// A tensor whose name no file may have had before.
+    fn push_new(&mut self, file: usize, entry: Entry) -> Result<(), Error> {
+        if let Some(&first) = self.by_name.get(&entry.name) {
+            let other = self.files[self.tensors[first].file].name.clone();
+            let path = self.files[file].path();
+            return Err(Error::tensor(path, entry.name, Fault::InTwoFiles { other }));
+        }
+        self.push(file, entry);
         Ok(())
     }
 

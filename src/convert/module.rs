@@ -4,7 +4,7 @@ use super::Error;
 use super::relayout;
 use super::report::{Exactness, ReportModule, TensorOrigin};
 use crate::arch::EMBEDDING;
-use crate::checkpoint::{Checkpoint, Layout, Module, TensorView};
+use crate::checkpoint::{Checkpoint, Layout, Module, TensorView, transpose};
 use crate::output::{ShardWriter, TensorSpec};
 use crate::plan::{Decision, Exl2Decision, PlannedModule, PlannedTensor, specs};
 use crate::quantize::{Source, quantize, to_half};
@@ -38,7 +38,8 @@ pub(super) fn convert(
         }
         (Decision::Gptq(decision), Some(module)) => {
             columns = relayout::column_order(checkpoint, decision)?;
-            let (rows, exactness) = relayout::write_gptq(checkpoint, planned, module, decision, writer)?;
+            let (rows, exactness) =
+                relayout::write_gptq(checkpoint, planned, module, decision, columns.as_ref(), writer)?;
             row_order = rows;
             exactness
         }
@@ -176,22 +177,6 @@ fn write_dense(
     };
     writer.write(&name, bytemuck::cast_slice(&transpose(&weights, k, n)))?;
     Ok(Exactness::Rounded)
-}
-
-/// Rows and columns exchanged, in square tiles that fit the cache.
-fn transpose<T: Copy + Default>(from: &[T], rows: usize, columns: usize) -> Vec<T> {
-    const TILE: usize = 32;
-    let mut to = vec![T::default(); from.len()];
-    for row_tile in (0..rows).step_by(TILE) {
-        for column_tile in (0..columns).step_by(TILE) {
-            for row in row_tile..rows.min(row_tile + TILE) {
-                for column in column_tile..columns.min(column_tile + TILE) {
-                    to[column * rows + row] = from[row * columns + column];
-                }
-            }
-        }
-    }
-    to
 }
 
 /// Quantizes, checks what the packed bytes decode to, and writes them. Gives the relative error.

@@ -10,23 +10,20 @@ use requant_formats::gptq::{self, GIdx, Matrix, Shape, ZeroEncoding};
 use requant_formats::{Permutation, exl2};
 use safetensors::Dtype;
 
-/// Writes a module's four tensors. Gives the order of its rows, if they are sorted (entry j is the row of the
+/// Writes a module's four tensors, its columns in the order of [`column_order`]. Gives the order of its rows, if they are sorted (entry j is the row of the
 /// source that stands at place j), and whether the weights are the source's to the bit.
 pub(super) fn write_gptq(
     checkpoint: &Checkpoint,
     planned: &PlannedModule,
     module: &Module,
     decision: &GptqDecision,
+    columns: Option<&Permutation>,
     writer: &ShardWriter,
 ) -> Result<(Option<Vec<u32>>, Exactness), crate::Error> {
     let broken = |source: gptq::Error| Error::GptqMatrix { module: planned.source.clone(), source };
     let source = matrix(checkpoint, module, decision.bits)?;
-    let columns = match &decision.columns_follow {
-        Some(down) => row_order(checkpoint, down)?,
-        None => None,
-    };
     let mut changed = source.clone();
-    if let Some(columns) = &columns {
+    if let Some(columns) = columns {
         changed = changed.with_columns(columns).map_err(broken)?;
     }
     let mut rows = None;
@@ -49,13 +46,13 @@ pub(super) fn write_gptq(
     let (scale_bytes, scales) = stored_scales(changed.scales(), decision.scales);
     let written = Written { shape, qweight: &qweight, qzeros: &qzeros, g_idx: &g_idx, scales };
     let back = read_back(decision, written).map_err(broken)?;
-    // Scales that had to be rounded change weights; the plan has warned of it.
+    // Scales that had to be rounded change weights; the plan has asked whether that may be.
     let exactness = match back.scales() == changed.scales() {
         true => Exactness::Exact,
         false => Exactness::Rounded,
     };
     if exactness == Exactness::Exact {
-        compare(planned, &source, &back, rows.as_ref(), columns.as_ref())?;
+        compare(planned, &source, &back, rows.as_ref(), columns)?;
     }
     let write = |suffix: &str, bytes: &[u8]| writer.write(&format!("{}.{suffix}", planned.name), bytes);
     write("qweight", bytemuck::cast_slice(&qweight))?;

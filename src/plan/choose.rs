@@ -94,9 +94,11 @@ pub(super) fn by_error(
     let (one_width, one_width_open) = solved(&|candidate| candidate.uniform)?;
     // Better only where the search was cut short, or where kept modules were looked for along hulls; the gap
     // that was left shrinks by as much.
-    for (other, other_open) in
-        [solved(&|candidate| candidate.kept.is_none())?, (one_width.clone(), one_width_open.clone())]
-    {
+    let mut others = vec![(one_width.clone(), one_width_open.clone())];
+    if measured.iter().flatten().any(|candidate| candidate.kept.is_some()) {
+        others.push(solved(&|candidate| candidate.kept.is_none())?);
+    }
+    for (other, other_open) in others {
         if other.error < best.error {
             let gap = (best.gap - (best.error - other.error)).max(0.0);
             (best, open) = (Solution { gap, ..other }, other_open);

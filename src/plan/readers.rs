@@ -44,6 +44,18 @@ const GPTQMODEL_SIZES: GroupSizes = GroupSizes::Listed(&[16, 32, 64, 128, 256, 5
 const BOTH: &[ZeroConvention] = &[ZeroConvention::V1, ZeroConvention::V2];
 const V1: &[ZeroConvention] = &[ZeroConvention::V1];
 
+const GPTQMODEL: Reader = Reader {
+    name: "gptqmodel",
+    bits: &[2, 3, 4, 8],
+    symmetric_only: false,
+    group_sizes: GPTQMODEL_SIZES,
+    act_order: true,
+    equal_groups: false,
+    zeros: BOTH,
+    column_multiple: 32,
+    fuses: false,
+};
+
 /// All readers.
 pub const READERS: &[Reader] = &[
     // Ignores g_idx since the removal of act-order in 2026, and stored zero points (Marlin).
@@ -92,29 +104,9 @@ pub const READERS: &[Reader] = &[
         column_multiple: 32,
         fuses: false,
     },
-    Reader {
-        name: "gptqmodel",
-        bits: &[2, 3, 4, 8],
-        symmetric_only: false,
-        group_sizes: GPTQMODEL_SIZES,
-        act_order: true,
-        equal_groups: false,
-        zeros: BOTH,
-        column_multiple: 32,
-        fuses: false,
-    },
+    GPTQMODEL,
     // Loads through GPTQModel.
-    Reader {
-        name: "transformers",
-        bits: &[2, 3, 4, 8],
-        symmetric_only: false,
-        group_sizes: GPTQMODEL_SIZES,
-        act_order: true,
-        equal_groups: false,
-        zeros: BOTH,
-        column_multiple: 32,
-        fuses: false,
-    },
+    Reader { name: "transformers", ..GPTQMODEL },
 ];
 
 impl Reader {

@@ -206,8 +206,7 @@ fn gptq_module(
             let widest = exl2.groups.groups().iter().map(|g| g.bits.get()).max().unwrap_or(2);
             let needed = if widest <= 4 { 4 } else { 8 };
             let bits = bits_at_least(module, needed, options.bits)?;
-            let rows = exl2.groups.groups().iter().map(|g| g.rows);
-            let group_size = rows.fold(0, gcd);
+            let group_size = exl2.groups.common_rows();
             GptqDecision {
                 bits,
                 group_size,
@@ -463,8 +462,4 @@ fn folds(checkpoint: &Checkpoint, warnings: &mut Vec<Warning>) -> BTreeMap<Strin
         }
     }
     folds
-}
-
-fn gcd(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { gcd(b, a % b) }
 }

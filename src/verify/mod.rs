@@ -91,8 +91,8 @@ pub struct Fault {
     pub message: String,
 }
 
-/// What exllamav2 would fail on or misread in a directory that holds EXL2 modules, as far as shapes, the
-/// configuration and small tensors tell; nothing where no module is EXL2.
+/// What exllamav2 would fail on or misread in a directory that holds EXL2 modules; nothing where no module is
+/// EXL2. GPTQ modules among them are unpacked for it.
 pub fn exllamav2_faults(checkpoint: &Checkpoint) -> Vec<Fault> {
     match has_exl2(checkpoint) {
         true => exllamav2::check(checkpoint, &[]).faults,

@@ -119,6 +119,14 @@ impl GroupTable {
         self.0.iter().map(|g| g.rows).sum()
     }
 
+    /// The largest number of rows that divides those of every group.
+    pub fn common_rows(&self) -> usize {
+        fn gcd(a: usize, b: usize) -> usize {
+            if b == 0 { a } else { gcd(b, a % b) }
+        }
+        self.0.iter().fold(0, |rows, group| gcd(rows, group.rows))
+    }
+
     /// Rows of each width in use, the widest first.
     pub fn rows_of_widths(&self) -> Vec<(Bits, usize)> {
         let rows = |bits| self.0.iter().filter(|g| g.bits == bits).map(|g| g.rows).sum();

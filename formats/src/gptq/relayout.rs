@@ -134,7 +134,7 @@ impl Matrix {
             return Err(Error::Length { tensor: "columns", found: stored, expected: out_features });
         }
         let groups = matrix.groups().groups();
-        let size = groups.iter().fold(0, |size, group| gcd(size, group.rows));
+        let size = matrix.groups().common_rows();
         let perm = matrix.invperm().inverse();
         let (k, n) = (matrix.in_features(), out_features);
         let (mut codes, mut index) = (vec![0u8; k * n], vec![0i64; k]);
@@ -168,8 +168,4 @@ impl Matrix {
         let zeros = vec![bits.symmetric_zero(); shape.groups * n];
         Self::new(shape, codes, zeros, scales, g_idx)
     }
-}
-
-fn gcd(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { gcd(b, a % b) }
 }
