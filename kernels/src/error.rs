@@ -4,27 +4,34 @@
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The activations are not `[m, k]` for the weight's k.
-    #[error("{found} activations for {m} rows of a weight with {in_features} in_features")]
-    Activations {
-        /// Elements found.
-        found: usize,
-        /// Rows asked for.
-        m: usize,
-        /// k.
-        in_features: usize,
+    /// The sizes of the arguments don't fit together.
+    #[error("{operation}: {found}, expected {expected}")]
+    Shape {
+        /// Name of the operation, as the trait has it.
+        operation: &'static str,
+        /// What was given, in words: `activations [3, 64]`.
+        found: String,
+        /// What fits, in words: `[m, 128]`.
+        expected: String,
     },
-}
-
-/// Checks that `activations` elements are `[m, k]`.
-///
-/// # Errors
-/// [`Error::Activations`].
-pub(crate) fn expect_activations(found: usize, m: usize, in_features: usize) -> Result<(), Error> {
-    // A saturated product matches no length.
-    if found == m.saturating_mul(in_features) {
-        Ok(())
-    } else {
-        Err(Error::Activations { found, m, in_features })
-    }
+    /// The device failed.
+    #[error("{device}: {operation} failed: {message}")]
+    Device {
+        /// The device's name.
+        device: String,
+        /// Name of the operation.
+        operation: &'static str,
+        /// What the driver says.
+        message: String,
+    },
+    /// The device has not enough memory.
+    #[error("{device}: {operation} needs {needed} bytes more than are free")]
+    OutOfMemory {
+        /// The device's name.
+        device: String,
+        /// Name of the operation.
+        operation: &'static str,
+        /// Bytes asked for.
+        needed: u64,
+    },
 }
