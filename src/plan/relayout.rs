@@ -179,6 +179,8 @@ fn planned(
     let mut planned = PlannedModule {
         name: module.name().into(),
         source: module.name().into(),
+        columns: None,
+        head: module.name() == checkpoint.naming().head,
         in_features: module.in_features(),
         out_features: module.out_features(),
         decision,
@@ -442,6 +444,8 @@ fn folds(checkpoint: &Checkpoint, warnings: &mut Vec<Warning>) -> BTreeMap<Strin
         };
         let reason = if !equal {
             Some("its groups differ in size, so that no order makes g_idx sequential")
+        } else if producers.is_empty() {
+            Some("gate_proj and up_proj are one linear")
         } else if producers.iter().any(|m| !m.layout().is_quantized()) {
             Some("gate_proj or up_proj is dense")
         } else {
