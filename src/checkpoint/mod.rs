@@ -60,6 +60,8 @@ pub struct OpenOptions {
     pub all_ones: Option<AllOnes>,
     /// The convention of all zero points, against values and label.
     pub zeros: Option<ZeroConvention>,
+    /// Whether an architecture that isn't in the table is read as a Llama.
+    pub any_arch: bool,
 }
 
 /// An open checkpoint.

@@ -31,7 +31,7 @@ pub(super) fn open(dir: &Path, options: &OpenOptions) -> Result<Checkpoint, Erro
     }
     warnings.extend(shards.warnings.iter().cloned());
 
-    let known = known_architecture(dir, &model, &mut warnings)?;
+    let known = known_architecture(dir, &model, options.any_arch, &mut warnings)?;
     let has = |prefix: &str| shards.tensors.iter().any(|t| t.name().starts_with(prefix));
     let naming = known.as_ref().map_or(&Names::LLAMA, |(arch, dims)| arch.naming(dims, has));
     let wanted = match &known {
@@ -84,9 +84,11 @@ type Known = (&'static Architecture, Dims);
 fn known_architecture(
     dir: &Path,
     config: &Map<String, Value>,
+    any_arch: bool,
     warnings: &mut Vec<Warning>,
 ) -> Result<Option<Known>, Error> {
-    let Some(arch) = arch::find(config) else {
+    let known = arch::find(config);
+    let Some(arch) = known.or(any_arch.then_some(arch::FALLBACK)) else {
         let named = config.get("architectures").and_then(Value::as_array).and_then(|list| list.first());
         let named = named.and_then(Value::as_str).unwrap_or("none");
         warnings.push(Warning {
@@ -99,6 +101,15 @@ fn known_architecture(
         });
         return Ok(None);
     };
+    if known.is_none() {
+        warnings.push(Warning {
+            code: WarningCode::UnknownArchitecture,
+            subject: CONFIG.into(),
+            message: "The architecture isn't known: it is read as a Llama, as exllamav2 will take it for one. If it \
+                      is none in all but its name, it will load and run wrongly."
+                .into(),
+        });
+    }
     let dims = Dims::read(arch, config).map_err(|e| Error::new(dir.join(CONFIG), e))?;
     Ok(Some((arch, dims)))
 }

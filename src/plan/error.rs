@@ -256,8 +256,12 @@ impl Diagnose for Error {
     fn hint(&self) -> Option<String> {
         Some(match self {
             Self::Architecture { .. } => {
-                let names: Vec<&str> = crate::arch::ARCHITECTURES.iter().map(|a| a.name).collect();
-                format!("these can: {}", names.join(", "))
+                let known = crate::arch::ARCHITECTURES.iter().filter(|a| a.exllamav2);
+                let names: Vec<&str> = known.map(|a| a.name).collect();
+                format!(
+                    "these can: {}; --any-arch converts another as a Llama, which exllamav2 takes it for",
+                    names.join(", ")
+                )
             }
             Self::NothingToQuantize => {
                 "the source has no quantized module of sizes that EXL2 can hold (multiples of 32)".into()
