@@ -13,6 +13,7 @@ exllamav2==0.3.2`), whose extension is stubbed: only `ExLlamaV2Config.prepare()`
 
 Models that transformers doesn't have are made of a Llama's tensors under their own names.
 """
+import importlib.util
 import json
 import re
 import subprocess
@@ -200,6 +201,19 @@ def gptq(weight):
     return {suffix: torch.from_numpy(tensor) for suffix, tensor in tensors.items()}, decoded
 
 
+def preprocessor(config):
+    """What exllamav2 reads of it."""
+    vision = config["vision_config"]
+    patch = vision["patch_size"]
+    keys = dict(image_mean=[0.5] * 3, image_std=[0.5] * 3, resample=3, rescale_factor=1 / 255, patch_size=patch,
+                size=dict(height=32, width=32, longest_edge=32))
+    if config["architectures"][0].startswith("Qwen"):
+        return dict(keys, image_processor_type="Qwen2VLImageProcessor", temporal_patch_size=2, min_pixels=3136,
+                    merge_size=vision["spatial_merge_size"], max_pixels=12845056)
+    kind = "PixtralImageProcessor" if vision["model_type"] == "pixtral" else "Gemma3ImageProcessor"
+    return dict(keys, image_processor_type=kind)
+
+
 def write_source(directory, make, architecture, change):
     """Writes a GPTQ checkpoint; gives the decoded weights `[k, n]` by module."""
     random_model = make()
@@ -230,12 +244,8 @@ def write_source(directory, make, architecture, change):
                         checkpoint_format="gptq", meta=dict(quantizer=["gptqmodel:5.0.0"]))
     config["quantization_config"] = quantization
     (Path(directory) / "config.json").write_text(json.dumps(config))
-    (Path(directory) / "preprocessor_config.json").write_text(json.dumps(dict(
-        image_processor_type="PixtralImageProcessor" if "pixtral" in json.dumps(config) else
-        "Gemma3ImageProcessor" if "siglip" in json.dumps(config) else "Qwen2VLImageProcessor",
-        image_mean=[0.5] * 3, image_std=[0.5] * 3, resample=3, rescale_factor=1 / 255, size=dict(height=32, width=32,
-        longest_edge=32), patch_size=dict(height=16, width=16), min_pixels=3136, max_pixels=12845056, patch_size_=14,
-        temporal_patch_size=2, merge_size=2)))
+    if "vision_config" in config:
+        (Path(directory) / "preprocessor_config.json").write_text(json.dumps(preprocessor(config)))
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, Path(directory) / "model.safetensors",
               metadata={"format": "pt"})
     return decoded, config
@@ -298,9 +308,7 @@ def decode_exl2(tensors, module):
 
 def stub_exllamav2():
     # Everything but the configuration needs the extension, or packages that the configuration doesn't.
-    for name in ("exllamav2_ext",):
-        sys.modules[name] = MagicMock()
-    import importlib.util
+    sys.modules["exllamav2_ext"] = MagicMock()
     package = types.ModuleType("exllamav2")
     package.__path__ = list(importlib.util.find_spec("exllamav2").submodule_search_locations)
     sys.modules["exllamav2"] = package

@@ -130,8 +130,9 @@ impl Architecture {
             let first = Dims { experts: dims.experts.map(|experts| experts.min(1)), ..dims.clone() };
             let block = self.block(&first, names, 0);
             let modules = block.iter().filter(|linear| has(&format!("{}.", linear.name))).count();
+            let norms = names.block_norms.iter().filter(|norm| has(&format!("{}0.{norm}.", names.blocks)));
             let embedding = usize::from(has(&format!("{}.", names.embedding)));
-            modules * 100 / block.len().max(1) + embedding
+            modules * 100 / block.len().max(1) + norms.count() + embedding
         };
         let best = self.names.iter().rev().max_by_key(found);
         best.unwrap_or(&self.names[0])

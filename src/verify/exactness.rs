@@ -175,6 +175,10 @@ impl<'a> Comparison<'a> {
             return Ok(());
         };
         let source = self.source.part(&claim.source, claim.columns.as_ref());
+        if source.is_none() && claim.columns.is_some() {
+            self.fault(&claim.name, "the report gives it columns that no linear of the source has");
+            return Ok(());
+        }
         let columns = match claim.decision.columns_follow.as_deref() {
             None => None,
             Some(down) => match self.orders.get(down) {
