@@ -151,12 +151,19 @@ fn other_layouts_keep_the_sources_modules() {
     for (arch, names, what) in cases() {
         let dir = source(arch, names, &Quantized::default());
         let checkpoint = open(dir.path());
+        let dense = match Plan::to_dense(&checkpoint, DenseType::Fp16) {
+            Err(error) if arch.transposed => {
+                assert_eq!(error.code(), "plan.transposed_dense", "{what}");
+                None
+            }
+            plan => Some(plan.unwrap()),
+        };
         let plans = [
-            ("gptq", Plan::to_gptq(&checkpoint, &Default::default()).unwrap()),
-            ("dense", Plan::to_dense(&checkpoint, DenseType::Fp16).unwrap()),
-            ("same", Plan::same(&checkpoint)),
+            ("gptq", Some(Plan::to_gptq(&checkpoint, &Default::default()).unwrap())),
+            ("dense", dense),
+            ("same", Some(Plan::same(&checkpoint))),
         ];
-        for (to, plan) in plans {
+        for (to, plan) in plans.into_iter().filter_map(|(to, plan)| Some((to, plan?))) {
             let place = tempfile::tempdir().unwrap();
             let out = place.path().join("out");
             convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
@@ -166,6 +173,32 @@ fn other_layouts_keep_the_sources_modules() {
             };
             assert_eq!(list(&written), list(&checkpoint), "{what} {to}");
             verified(&out, &checkpoint, &format!("{what} {to}"));
+        }
+    }
+}
+
+#[test]
+fn parts_and_ungated_mlps_stay_gptq_where_that_is_better() {
+    for (arch, names, what) in cases().filter(|(arch, ..)| arch.exllamav2) {
+        let dir = source(arch, names, &Quantized::default());
+        let checkpoint = open(dir.path());
+        let mut options = PlanOptions::new(Target::Bpw(6.0));
+        options.keep_gptq = true;
+        let plan = Plan::new(&checkpoint, &options, &Silent).unwrap();
+        let place = tempfile::tempdir().unwrap();
+        let out = place.path().join("out");
+        convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+        verified(&out, &checkpoint, &what);
+        let written = open(&out);
+        let kept = |module: &&requant::checkpoint::Module| matches!(module.layout(), Layout::Gptq(_));
+        let count = written.modules().iter().filter(kept).count();
+        assert!(count > 0, "{what}");
+        for module in written.modules().iter().filter(kept) {
+            let linears = arch.linears(checkpoint.dims().unwrap(), names);
+            let linear = linears.iter().find(|linear| linear.exl2_name == module.name()).unwrap();
+            let part = checkpoint.of_linear(linear).unwrap();
+            let (found, wanted) = (written.dequantize(module), checkpoint.dequantize(part));
+            assert_eq!(found.unwrap(), wanted.unwrap(), "{what}: {}", module.name());
         }
     }
 }
@@ -229,6 +262,23 @@ fn what_exllamav2_does_not_know_is_refused() {
         let target = Target::Uniform { bits: 4.try_into().unwrap(), group_size: 32 };
         let planned = Plan::new(&open(dir.path()), &PlanOptions::new(target), &Silent);
         assert_eq!(planned.unwrap_err().code(), "plan.architecture", "{}", arch.name);
+    }
+}
+
+#[test]
+fn scales_that_exllamav2_multiplies_are_told_of() {
+    for (name, key, value) in
+        [("GraniteForCausalLM", "residual_multiplier", 0.22), ("MiniCPMForCausalLM", "scale_depth", 1.4)]
+    {
+        let mut model = Model::new(&Quantized::default());
+        model.config["architectures"] = json!([name]);
+        model.config[key] = json!(value);
+        let dir = model.write();
+        let target = Target::Uniform { bits: 4.try_into().unwrap(), group_size: 32 };
+        let plan = Plan::new(&open(dir.path()), &PlanOptions::new(target), &Silent).unwrap();
+        let factor = format!("by {value:.4}");
+        // One block.
+        assert!(plan.warnings.iter().any(|w| w.message.contains(&factor)), "{:?}", plan.warnings);
     }
 }
 

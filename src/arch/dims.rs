@@ -4,7 +4,7 @@ use super::{Architecture, MlpKind};
 use serde_json::{Map, Value};
 
 /// Sizes of a model.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Dims {
     /// `hidden_size`.
     pub hidden: usize,
@@ -38,6 +38,9 @@ pub struct Dims {
     pub use_qk_norm: bool,
     /// `n_positions` or `max_position_embeddings`.
     pub positions: Option<usize>,
+    /// What exllamav2 multiplies the scales of o and down by when it loads them: `residual_multiplier`
+    /// (Granite), or `scale_depth / √layers` (MiniCPM); 1 elsewhere.
+    pub residual_scale: f64,
     /// `tie_word_embeddings`, or that the architecture knows no other head.
     pub tied: bool,
 }
@@ -120,6 +123,11 @@ impl Dims {
                 None => keys.optional_size("max_position_embeddings")?,
                 positions => positions,
             },
+            residual_scale: match (keys.number("residual_multiplier")?, keys.number("scale_depth")?) {
+                (Some(scale), _) => scale,
+                (None, Some(depth)) => depth / (layers as f64).sqrt(),
+                (None, None) => 1.0,
+            },
             tied: keys.flag("tie_word_embeddings")? || arch.tied_head,
         })
     }
@@ -163,6 +171,17 @@ impl Keys<'_> {
                     let expected = "a positive integer below 2^28";
                     Err(Error { key, found: Some(value.clone()), expected })
                 }
+            },
+        }
+    }
+
+    /// A number; `None` where it is missing or 0.
+    fn number(&self, key: &'static str) -> Result<Option<f64>, Error> {
+        match self.0.get(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => match value.as_f64() {
+                Some(number) => Ok(Some(number).filter(|number| *number != 0.0)),
+                None => Err(Error { key, found: Some(value.clone()), expected: "a number" }),
             },
         }
     }

@@ -25,6 +25,8 @@ pub struct Architecture {
     pub multi_query: bool,
     /// Whether positions are learned.
     pub learned_positions: bool,
+    /// Whether dense linears are stored `[in_features, out_features]` (GPT-2's `Conv1D`).
+    pub transposed: bool,
     /// The sliding window, which exllamav2 applies to none of those that have one here.
     pub window: Window,
     /// Whether exllamav2 knows the architecture.
@@ -88,6 +90,7 @@ const LLAMA: Architecture = Architecture {
     tied_head: false,
     multi_query: false,
     learned_positions: false,
+    transposed: false,
     window: Window::None,
     exllamav2: true,
 };
@@ -250,6 +253,7 @@ pub const ARCHITECTURES: &[Architecture] = &[
         norm_bias: true,
         tied_head: true,
         learned_positions: true,
+        transposed: true,
         ..LLAMA
     },
     Architecture {

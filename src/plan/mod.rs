@@ -27,7 +27,7 @@ pub use sets::{BiasDecision, DenseMembers};
 pub(crate) use tensors::{dense_spec, specs};
 pub use totals::{Objective, Totals};
 
-use crate::arch::Columns;
+use crate::arch::{Columns, Dims};
 use crate::checkpoint::Checkpoint;
 use crate::progress::Observer;
 use crate::quantize::RowOrder;
@@ -320,6 +320,7 @@ impl Plan {
         let stored_bits: Vec<u64> = modules.iter().map(|m| m.stored_bits).collect();
         warnings.extend(sets::dense_members_quantized(&members, &stored_bits));
         warnings.extend(modules.iter().filter_map(straddling));
+        warnings.extend(multiplied(dims));
         let untied = dims.tied && head.is_some();
         modules.extend(head);
         let naming = checkpoint.naming();
@@ -337,6 +338,20 @@ impl Plan {
         let totals = Totals::new(checkpoint, &modules, &dense_tensors);
         Ok(Self { target: options.target, modules, totals, objective, warnings, dense_tensors, untied })
     }
+}
+
+/// `q_scale_max` times the factor is rounded to a multiple of 2⁻²⁴ at load: a part of the scale that grows as
+/// the factor and the scales shrink.
+fn multiplied(dims: &Dims) -> Option<Warning> {
+    (dims.residual_scale != 1.0).then(|| Warning {
+        code: WarningCode::ScalesMultiplied,
+        subject: "config.json".into(),
+        message: format!(
+            "exllamav2 multiplies the scales of o_proj and down_proj by {:.4} when it loads them, and rounds them \
+             again: at 6 and 8 bits their error is larger than measured here",
+            dims.residual_scale
+        ),
+    })
 }
 
 fn straddling(module: &PlannedModule) -> Option<Warning> {

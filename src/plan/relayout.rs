@@ -111,6 +111,11 @@ impl Plan {
     /// What keeps a module from being decoded.
     pub fn to_dense(checkpoint: &Checkpoint, dtype: DenseType) -> Result<Self, crate::Error> {
         checkpoint.require_decodable()?;
+        if checkpoint.architecture().is_some_and(|arch| arch.transposed)
+            && let Some(module) = checkpoint.modules().iter().find(|module| !module.linears().is_empty())
+        {
+            return Err(Error::TransposedDense { module: module.name().into() }.into());
+        }
         let mut warnings = Vec::new();
         let modules = (checkpoint.modules().iter())
             .map(|module| planned(checkpoint, module, Decision::Dense(dtype), &mut warnings))

@@ -72,6 +72,9 @@ pub(super) fn members<'a>(
     for set in all.chunk_by(|(a, _), (b, _)| same_set(a, b)) {
         let treatments = treat(set, dense_source, options, &mut warnings)?;
         for ((linear, module), treatment) in set.iter().zip(treatments) {
+            if arch.transposed && (treatment == Treatment::Dense || is_dense(module)) {
+                return Err(Error::TransposedDense { module: module.name().into() });
+            }
             let bias = bias(arch, set, linear, module, &mut warnings)?;
             members.push(Member { linear: linear.clone(), module, treatment, bias });
         }
