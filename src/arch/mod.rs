@@ -203,55 +203,50 @@ impl Architecture {
     /// The other tensors that the architecture has.
     pub fn dense_tensors(&self, dims: &Dims, names: &Names) -> Vec<DenseTensor> {
         let exl2 = self.exl2_names();
-        let mut tensors = Vec::new();
-        let mut add = |name: String, exl2_name: String, role, shape: &[usize]| {
-            tensors.push(DenseTensor { name, exl2_name, role, shape: shape.to_vec() });
+        let hidden = dims.hidden;
+        // A tensor that `name` names in both namings.
+        let of = |name: &dyn Fn(&Names) -> String, role, shape: &[usize]| DenseTensor {
+            name: name(names),
+            exl2_name: name(exl2),
+            role,
+            shape: shape.to_vec(),
         };
-        add(
-            names.embedding_weight(),
-            exl2.embedding_weight(),
-            DenseRole::Embedding,
-            &[dims.vocab, dims.hidden],
-        );
+        let norm = |name: &dyn Fn(&Names) -> String| {
+            let part = |suffix: &str, role| of(&|names| format!("{}.{suffix}", name(names)), role, &[hidden]);
+            let bias = self.norm_bias.then(|| part("bias", DenseRole::NormBias));
+            std::iter::once(part("weight", DenseRole::Norm)).chain(bias)
+        };
+        let embedding = of(&Names::embedding_weight, DenseRole::Embedding, &[dims.vocab, hidden]);
+        let mut tensors = vec![embedding];
         if let Some(positions) = dims.positions.filter(|_| self.learned_positions) {
             let name = |names: &Names| format!("{}.weight", names.positions);
-            add(name(names), name(exl2), DenseRole::Positions, &[positions, dims.hidden]);
+            tensors.push(of(&name, DenseRole::Positions, &[positions, hidden]));
         }
-        let norm =
-            |add: &mut dyn FnMut(String, String, DenseRole, &[usize]), name: String, exl2_name: String| {
-                let shape = [dims.hidden];
-                add(format!("{name}.weight"), format!("{exl2_name}.weight"), DenseRole::Norm, &shape);
-                if self.norm_bias {
-                    add(format!("{name}.bias"), format!("{exl2_name}.bias"), DenseRole::NormBias, &shape);
-                }
-            };
         for layer in 0..dims.layers {
             let in_block = |names: &Names, name: &str| format!("{}{layer}.{name}", names.blocks);
-            for (name, exl2_name) in names.block_norms.iter().zip(exl2.block_norms) {
-                norm(&mut add, in_block(names, name), in_block(exl2, exl2_name));
+            for i in 0..names.block_norms.len().min(exl2.block_norms.len()) {
+                tensors.extend(norm(&|names| in_block(names, names.block_norms[i])));
             }
             for (norm, heads) in [("q_norm", dims.heads), ("k_norm", dims.kv_heads)] {
-                let name = |names| in_block(names, &format!("self_attn.{norm}.weight"));
+                let name = |names: &Names| in_block(names, &format!("self_attn.{norm}.weight"));
                 match self.qk_norm {
-                    QkNorm::Always => add(name(names), name(exl2), DenseRole::Norm, &[dims.head_dim]),
+                    QkNorm::Always => tensors.push(of(&name, DenseRole::Norm, &[dims.head_dim])),
                     QkNorm::EachHeadIfUsed if dims.use_qk_norm => {
-                        add(name(names), name(exl2), DenseRole::Norm, &[heads, dims.head_dim]);
+                        tensors.push(of(&name, DenseRole::Norm, &[heads, dims.head_dim]));
                     }
                     QkNorm::Never | QkNorm::EachHeadIfUsed => {}
                 }
             }
-            if let Some(experts) = dims.experts_of(layer) {
-                let name = |names: &Names| in_block(names, &format!("{}.gate.weight", names.experts.module));
-                add(name(names), name(exl2), DenseRole::Router, &[experts, dims.hidden]);
-                if dims.shared_intermediate.is_some() {
-                    let name = |names: &Names| {
-                        in_block(names, &format!("{}.shared_expert_gate.weight", names.experts.module))
-                    };
-                    add(name(names), name(exl2), DenseRole::SharedGate, &[1, dims.hidden]);
-                }
+            let Some(experts) = dims.experts_of(layer) else { continue };
+            let gate = |gate: &'static str| {
+                move |names: &Names| in_block(names, &format!("{}.{gate}.weight", names.experts.module))
+            };
+            tensors.push(of(&gate("gate"), DenseRole::Router, &[experts, hidden]));
+            if dims.shared_intermediate.is_some() {
+                tensors.push(of(&gate("shared_expert_gate"), DenseRole::SharedGate, &[1, hidden]));
             }
         }
-        norm(&mut add, names.norm.into(), exl2.norm.into());
+        tensors.extend(norm(&|names| names.norm.into()));
         tensors
     }
 

@@ -329,7 +329,7 @@ fn differs(
     claimed: Exactness,
 ) -> Option<String> {
     let shape = columns.map_or(wanted.shape().to_vec(), |columns| vec![columns.count()]);
-    if columns.is_some_and(|columns| columns.end() > wanted.info().elements() as usize) {
+    if columns.is_some_and(|columns| columns.end() > wanted.info().elements()) {
         return Some("the report gives it columns beyond the source's".into());
     }
     if found.shape() != shape || order.is_some_and(|order| [order.len()] != *wanted.shape()) {
