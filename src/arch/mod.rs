@@ -11,7 +11,7 @@ mod table;
 mod tests;
 
 pub use dims::{Dims, Error};
-pub use names::{AttentionNames, Columns, ExpertNames, MlpNames, Names};
+pub use names::{AttentionNames, Columns, ExpertNames, MlpNames, Names, NotColumns};
 pub use table::{ARCHITECTURES, Architecture, AttentionBias, FALLBACK, MlpKind, QkNorm, Window};
 
 use serde::Serialize;

@@ -92,9 +92,33 @@ impl Names {
 }
 
 /// Columns of a linear of the source, in the order that they take in one of the architecture's linears that
-/// it holds: ranges, each its begin and its end.
+/// it holds: ranges, each its begin and its end. They ascend and don't overlap.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "Vec<[usize; 2]>")]
 pub struct Columns(Vec<[usize; 2]>);
+
+/// Ranges of columns that overlap, are empty or don't ascend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("columns {begin} to {end}: ranges must ascend and not overlap")]
+pub struct NotColumns {
+    begin: usize,
+    end: usize,
+}
+
+impl TryFrom<Vec<[usize; 2]>> for Columns {
+    type Error = NotColumns;
+
+    fn try_from(ranges: Vec<[usize; 2]>) -> Result<Self, NotColumns> {
+        let mut least = 0;
+        for &[begin, end] in &ranges {
+            if begin < least || end <= begin {
+                return Err(NotColumns { begin, end });
+            }
+            least = end;
+        }
+        Ok(Self(ranges))
+    }
+}
 
 impl Columns {
     /// One range.
@@ -109,12 +133,12 @@ impl Columns {
 
     /// How many columns these are.
     pub fn count(&self) -> usize {
-        self.0.iter().map(|[begin, end]| end.saturating_sub(*begin)).sum()
+        self.0.iter().map(|[begin, end]| end - begin).sum()
     }
 
     /// The first column beyond all.
     pub fn end(&self) -> usize {
-        self.0.iter().map(|range| range[1]).max().unwrap_or(0)
+        self.0.last().map_or(0, |range| range[1])
     }
 
     /// Each column.
@@ -123,12 +147,18 @@ impl Columns {
     }
 
     /// These columns of a matrix `[rows, width]`, or elements of a vector (one row).
+    ///
+    /// # Panics
+    /// If `width` is less than [`end`](Self::end).
     pub fn of<T: Copy>(&self, matrix: &[T], width: usize) -> Vec<T> {
         let rows = matrix.chunks_exact(width.max(1));
         rows.flat_map(|row| self.0.iter().flat_map(|&[begin, end]| &row[begin..end])).copied().collect()
     }
 
     /// The rows of a transposed matrix, `[columns, width]`, that these columns are.
+    ///
+    /// # Panics
+    /// If it has fewer than [`end`](Self::end) rows.
     pub fn rows_of<T: Copy>(&self, matrix: &[T], width: usize) -> Vec<T> {
         self.0.iter().flat_map(|&[begin, end]| &matrix[begin * width..end * width]).copied().collect()
     }

@@ -138,6 +138,17 @@ fn columns_are_cut_from_rows_and_from_transposed_weights() {
 }
 
 #[test]
+fn columns_that_a_file_makes_up_are_refused() {
+    let read = |value: Value| serde_json::from_value::<Columns>(value);
+    assert_eq!(read(json!([[0, 2], [2, 3]])).unwrap().iter().collect::<Vec<_>>(), [0, 1, 2]);
+    for bad in
+        [json!([[2, 1]]), json!([[1, 1]]), json!([[0, 4], [3, 6]]), json!([[4, 5], [0, 1]]), json!([[0]])]
+    {
+        assert!(read(bad.clone()).is_err(), "{bad}");
+    }
+}
+
+#[test]
 fn an_mlp_without_a_gate_has_two_linears() {
     let roles: Vec<Role> = places("Starcoder2ForCausalLM", 0).into_iter().map(|place| place.0).collect();
     assert_eq!(roles, [Role::Q, Role::K, Role::V, Role::O, Role::Up, Role::Down]);

@@ -99,8 +99,10 @@ impl<'a> Comparison<'a> {
                 .filter(|claim| claim.source == module.name())
                 .filter_map(|claim| claim.columns.as_ref())
                 .collect();
-            let columns: BTreeSet<usize> = parts.iter().flat_map(|columns| columns.iter()).collect();
-            if !parts.is_empty() && !(0..module.out_features()).eq(columns) {
+            let n = module.out_features();
+            let within = parts.iter().filter(|columns| columns.end() <= n);
+            let columns: BTreeSet<usize> = within.flat_map(|columns| columns.iter()).collect();
+            if !parts.is_empty() && !(0..n).eq(columns) {
                 self.fault(module.name(), "the report's modules don't hold all of its columns");
             }
             if !modules.contains(module.name()) && !copy {
