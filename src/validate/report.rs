@@ -20,6 +20,8 @@ pub struct Validation {
     pub conditions: Conditions,
     /// Whether all of it is right: no layer broken, nothing non-finite, every gate met.
     pub verdict: Verdict,
+    /// Where a NaN or an infinity was met first, if anywhere.
+    pub non_finite: Option<NonFinite>,
     /// Both models, token by token; `None` where the forward pass isn't supported, and `not_run` says why.
     pub model: Option<ModelScores>,
     /// Each linear of the source, in block order.
@@ -82,6 +84,29 @@ pub enum Verdict {
     Broken,
     /// A NaN or an infinity.
     NonFinite,
+}
+
+/// Where a NaN or an infinity was met.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct NonFinite {
+    /// In which model.
+    pub model: ModelSide,
+    /// The block whose output holds it; `None` for the logits.
+    pub layer: Option<usize>,
+    /// Place of the token in the text.
+    pub token: usize,
+}
+
+/// One of the models of a validation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ModelSide {
+    /// The source.
+    Source,
+    /// The converted model.
+    Converted,
+    /// The source with a part converted.
+    Variant,
 }
 
 /// A mean over tokens, with its standard error over windows.
