@@ -72,6 +72,18 @@ pub fn validate<O: Operations>(
     Ok(validation)
 }
 
+/// Checks what can be known of a validation before there is anything to validate: the text, the tokens, the
+/// window.
+///
+/// # Errors
+/// Those of [`Windows::new`].
+pub fn check_options(source: &Checkpoint, options: &Options) -> Result<(), crate::Error> {
+    if Model::new(source).is_ok() {
+        Windows::new(&options.text, source, options.tokens, options.window, options.bos)?;
+    }
+    Ok(())
+}
+
 fn begin(
     source: &Checkpoint,
     converted: &Checkpoint,

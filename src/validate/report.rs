@@ -36,6 +36,32 @@ pub struct Validation {
     pub warnings: Vec<crate::Warning>,
 }
 
+/// The part of a validation that the report of a conversion repeats.
+#[derive(Clone, Debug, Serialize)]
+pub struct Summary<'a> {
+    /// The outcome.
+    pub verdict: Verdict,
+    /// What it was measured on.
+    pub conditions: &'a Conditions,
+    /// Both models.
+    pub model: Option<&'a ModelScores>,
+    /// The gates.
+    pub gates: &'a [Gate],
+}
+
+impl Validation {
+    /// Whether nothing is broken and every gate is met.
+    pub fn is_good(&self) -> bool {
+        matches!(self.verdict, Verdict::Exact | Verdict::Passed)
+    }
+
+    /// What the report of a conversion says of it.
+    pub fn summary(&self) -> Summary<'_> {
+        let Self { verdict, conditions, model, gates, .. } = self;
+        Summary { verdict: *verdict, conditions, model: model.as_ref(), gates }
+    }
+}
+
 /// One of the two models.
 #[derive(Clone, Debug, Serialize)]
 pub struct Side {
