@@ -151,8 +151,11 @@ fn compare<O: Operations>(
     let layers = models.source.layers();
     let estimate =
         swap::estimate(&variants, &schedule, layers, tokens.len(), found.block_time, found.head_time);
-    observer.event(&Event::Estimate { stage: "swap-in", time: estimate });
-    let (perplexity, scores) = swap::run(ops, models, windows, tokens, &variants, &schedule, observer)?;
+    if !variants.is_empty() {
+        observer.event(&Event::Estimate { stage: "swap-in", time: estimate });
+    }
+    let scores = swap::run(ops, models, windows, tokens, &variants, &schedule, observer)?;
+    let perplexity = found.tally.source_perplexity(count);
     enter(validation, models, &variants, perplexity, &scores, &swap_in.layers);
     Ok(())
 }
@@ -185,7 +188,7 @@ fn enter(
             }
         }
     }
-    if *layers != Layers::All || !source_perplexity.is_finite() {
+    if *layers != Layers::All {
         return;
     }
     // An exact linear changes nothing.

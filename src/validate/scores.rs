@@ -92,10 +92,11 @@ impl Tally {
         }
     }
 
-    /// The source's perplexity.
-    pub(super) fn source_perplexity(&self) -> f64 {
-        let total = self.total();
-        (total.source_nll / total.predictions.max(1) as f64).exp()
+    /// The source's perplexity on the first windows.
+    pub(super) fn source_perplexity(&self, windows: usize) -> f64 {
+        let first = || self.windows.iter().take(windows);
+        let predictions: usize = first().map(|sums| sums.predictions).sum();
+        (first().map(|sums| sums.source_nll).sum::<f64>() / predictions.max(1) as f64).exp()
     }
 
     /// A mean over tokens. Its standard error is that of a ratio of sums over windows, since the last window

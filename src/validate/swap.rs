@@ -150,7 +150,7 @@ pub(super) fn estimate(
     Duration::from_secs_f64((blocks + heads) * tokens as f64)
 }
 
-/// The source's perplexity on the tokens, and each variant's scores in their order.
+/// Each variant's scores, in their order.
 ///
 /// # Errors
 /// Those of reading weights and of the device; [`crate::Error::Cancelled`].
@@ -162,7 +162,10 @@ pub(super) fn run<O: Operations>(
     variants: &[Variant],
     schedule: &Schedule,
     observer: &dyn Observer,
-) -> Result<(f64, Vec<SwapScores>), crate::Error> {
+) -> Result<Vec<SwapScores>, crate::Error> {
+    if variants.is_empty() {
+        return Ok(Vec::new());
+    }
     let mut tallies = vec![Tally::default(); variants.len()];
     let count = tokens.len().div_ceil(windows.window);
     let passes = schedule.passes(variants.len(), count);
@@ -177,8 +180,7 @@ pub(super) fn run<O: Operations>(
         }
         first += part.len();
     }
-    let perplexity = tallies.first().map_or(f64::NAN, Tally::source_perplexity);
-    Ok((perplexity, tallies.iter().map(Tally::variant).collect()))
+    Ok(tallies.iter().map(Tally::variant).collect())
 }
 
 /// Some variants over some windows.
