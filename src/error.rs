@@ -60,9 +60,18 @@ pub enum Error {
     /// Writing the output.
     #[error(transparent)]
     Output(#[from] crate::output::Error),
+    /// Validating.
+    #[error(transparent)]
+    Validate(#[from] crate::validate::Error),
     /// The work was cancelled.
     #[error("interrupted")]
     Cancelled,
+}
+
+impl From<requant_kernels::Error> for Error {
+    fn from(error: requant_kernels::Error) -> Self {
+        Self::Validate(error.into())
+    }
 }
 
 impl Error {
@@ -72,6 +81,7 @@ impl Error {
             Error::Plan(e) => Some(e),
             Error::Convert(e) => Some(e),
             Error::Output(e) => Some(e),
+            Error::Validate(e) => Some(e),
             Error::Cancelled => None,
         }
     }

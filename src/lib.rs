@@ -8,10 +8,12 @@ pub mod checkpoint;
 pub mod convert;
 pub mod error;
 pub mod inspect;
+pub mod model;
 pub mod output;
 pub mod plan;
 pub mod progress;
 pub mod quantize;
+pub mod validate;
 pub mod verify;
 pub mod warning;
 
@@ -20,6 +22,7 @@ pub use convert::{ConvertOptions, Report, convert};
 pub use error::{Diagnose, Error, Kind};
 pub use plan::{Plan, PlanOptions, Target};
 pub use requant_formats as formats;
+pub use requant_kernels as kernels;
 pub use warning::{Warning, WarningCode};
 
 /// The README's example compiles.

@@ -1,6 +1,7 @@
 //! How long work tells what it does and asks whether to go on.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 /// A step that long work has reached.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,6 +22,13 @@ pub enum Event<'a> {
         name: &'a str,
         /// Its weights.
         weights: u64,
+    },
+    /// How long a stage that begins will take, by what was measured before.
+    Estimate {
+        /// Its name.
+        stage: &'static str,
+        /// The time.
+        time: Duration,
     },
 }
 

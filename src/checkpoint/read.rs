@@ -139,6 +139,18 @@ impl Checkpoint {
         }
     }
 
+    /// A module as decoded, `[in_features, out_features]`: exact for dense weights, the fp16 values of quantized
+    /// ones.
+    ///
+    /// # Errors
+    /// Those of [`dequantize`](Self::dequantize).
+    pub fn decoded(&self, module: &Module) -> Result<Vec<f32>, Error> {
+        match module.layout() {
+            Layout::Dense { .. } => self.dense(module),
+            _ => Ok(self.dequantize(module)?.into_iter().map(f16::to_f32).collect()),
+        }
+    }
+
     /// The bias `[out_features]`, exact, if there is one.
     ///
     /// # Errors

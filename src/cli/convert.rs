@@ -4,14 +4,16 @@ use super::errors::Failure;
 use super::print;
 use super::progress::{Progress, Style};
 use super::summary::{plan_table, success, totals_line};
+use super::validate::{self, Measure, VALIDATION_FILE};
 use clap::ValueEnum;
 use requant::checkpoint::{AllOnes, Checkpoint, OpenOptions};
-use requant::convert::{Begun, ConvertOptions, Existing, Job, needed_bytes};
+use requant::convert::{Begun, Check, ConvertOptions, Existing, Job, needed_bytes};
 use requant::formats::exl2::Bits;
 use requant::formats::gptq;
 use requant::output;
 use requant::plan::readers::{READERS, Reader};
 use requant::plan::{DenseMembers, DenseType, GptqOptions, Order, Plan, PlanOptions, Target, WidthRule};
+use requant::validate::Validation;
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -103,6 +105,14 @@ pub(super) struct Arguments {
     #[arg(long)]
     #[serde(skip)]
     force: bool,
+    /// Validate the output before it gets its name: every layer, perplexity and KL divergence, in
+    /// validation.json beside it. What misses a limit or is broken is left as DIR.rejected.
+    #[arg(help_heading = "Validation", long, conflicts_with = "dry_run")]
+    #[serde(skip)]
+    validate: bool,
+    #[command(flatten)]
+    #[serde(skip)]
+    measure: Measure,
     /// Print the plan and the size, and write nothing.
     #[arg(long)]
     #[serde(skip)]
@@ -224,12 +234,16 @@ impl Arguments {
         progress: &Progress,
         json: bool,
     ) -> Result<(), Failure> {
+        if self.validate {
+            requant::validate::check_options(checkpoint, &self.measure.options())?;
+        }
         let mut outputs = self.begin(checkpoint, out)?;
         let planned = self.give_plans(checkpoint, &mut outputs, progress);
         progress.finish();
         planned?;
         let options = ConvertOptions { shard_size: self.shard_size };
         let mut summaries = Vec::new();
+        let mut rejected = Ok(());
         let mut outputs = outputs.into_iter();
         while let Some(Output { dir, job, .. }) = outputs.next() {
             let Some(job) = job else {
@@ -239,9 +253,12 @@ impl Arguments {
                 }
                 continue;
             };
-            let report = job.run(checkpoint, &options, progress);
+            let mut validation = None;
+            let published = job.run_and_check(checkpoint, &options, progress, |complete| {
+                self.check(checkpoint, complete, &dir, &mut validation, progress)
+            });
             progress.finish();
-            let report = report.map_err(|error| {
+            let published = published.map_err(|error| {
                 let failure = Failure::from(error);
                 if !failure.may_go_on() {
                     outputs.by_ref().filter_map(|output| output.job).for_each(Job::discard);
@@ -251,19 +268,54 @@ impl Arguments {
                     false => failure,
                 }
             })?;
+            let (report, path) = (published.report, published.path);
             for line in print::warnings(&report.warnings).lines() {
                 print::stderr(line);
             }
             summaries.push(serde_json::json!({
-                "out": dir, "totals": report.totals, "objective": report.objective,
+                "out": path, "totals": report.totals, "objective": report.objective,
                 "mean_relative_error": report.mean_relative_error, "shards": report.shards,
-                "warnings": report.warnings,
+                "warnings": report.warnings, "validation": report.validation,
             }));
             if !json {
-                print::stdout(&success(&dir.display().to_string(), &report))?;
+                print::stdout(&success(&path.display().to_string(), &report))?;
+            }
+            if let Some(validation) = &validation {
+                if !json {
+                    print::stdout(&validate::text(validation))?;
+                }
+                // The first failure decides the exit code; the other outputs are made all the same.
+                rejected = rejected.and(validate::outcome(&path, validation));
             }
         }
-        if json { print_json(&summaries) } else { Ok(()) }
+        if json {
+            print_json(&summaries)?;
+        }
+        rejected
+    }
+
+    /// Validates a complete output that doesn't have its name yet.
+    fn check(
+        &self,
+        source: &Checkpoint,
+        complete: &Path,
+        out: &Path,
+        validation: &mut Option<Validation>,
+        progress: &Progress,
+    ) -> Result<Check, requant::Error> {
+        if !self.validate {
+            return Ok(Check::default());
+        }
+        let converted = Checkpoint::open(complete, &OpenOptions::default())?;
+        let mut found = self.measure.validate(source, &converted, &self.measure.options(), progress)?;
+        found.converted.name = out.file_name().map_or(String::new(), |name| name.to_string_lossy().into_owned());
+        let check = Check {
+            rejected: !found.is_good(),
+            files: vec![(VALIDATION_FILE.into(), validate::to_json(&found).into_bytes())],
+            summary: serde_json::to_value(found.summary()).ok(),
+        };
+        *validation = Some(found);
+        Ok(check)
     }
 
     /// Locks every output, before anything long is done for one of them.
@@ -327,6 +379,10 @@ impl Arguments {
 
     /// Flags that say nothing about the layout asked for are mistakes.
     fn check_flags(&self) -> Result<(), Failure> {
+        if self.measure.is_given() && !self.validate {
+            let message = "limits and texts are for --validate".into();
+            return Err(Failure::usage(message, "add --validate, or leave them out"));
+        }
         let exl2 = [
             (!self.bpw.is_empty(), "--bpw"),
             (self.head_bits.is_some(), "--head-bits"),

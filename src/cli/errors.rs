@@ -1,6 +1,7 @@
 //! Errors as text or JSON, and as exit codes.
 
 use super::print;
+use requant::validate::report::Verdict;
 use requant::{Diagnose, Kind};
 use serde::Serialize;
 use std::process::ExitCode;
@@ -50,6 +51,16 @@ impl Failure {
             faults => format!("verification found {faults} faults"),
         };
         Self { code, kind, file, tensor: None, message, hint: None }
+    }
+
+    /// A validation that found something, which is printed already.
+    pub(super) fn validation(dir: &std::path::Path, verdict: Verdict, message: String) -> Self {
+        let (code, kind) = match verdict {
+            Verdict::GateMissed => ("validate.gate_missed", Kind::Gate),
+            Verdict::NonFinite => ("validate.not_finite", Kind::Input),
+            _ => ("validate.broken", Kind::Input),
+        };
+        Self { code, kind, file: Some(dir.display().to_string()), tensor: None, message, hint: None }
     }
 
     /// What clap says of the arguments: the first paragraph in one line, without its label.

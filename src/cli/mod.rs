@@ -9,6 +9,7 @@ mod inspect;
 mod print;
 mod progress;
 mod summary;
+mod validate;
 mod verify;
 
 use clap::{CommandFactory, Parser, Subcommand};
@@ -34,6 +35,7 @@ enum Command {
     Inspect(inspect::Arguments),
     Convert(Box<convert::Arguments>),
     Verify(verify::Arguments),
+    Validate(Box<validate::Arguments>),
     /// Print a completion script for a shell.
     Completions {
         /// The shell.
@@ -73,6 +75,7 @@ fn execute(arguments: &Arguments) -> Result<(), Failure> {
         Command::Inspect(inspect) => pool.install(|| inspect.run(arguments.json)),
         Command::Convert(convert) => pool.install(|| convert.run(arguments.json)),
         Command::Verify(verify) => pool.install(|| verify.run(arguments.json)),
+        Command::Validate(validate) => pool.install(|| validate.run(arguments.json)),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(*shell, &mut Arguments::command(), "requant", &mut script);

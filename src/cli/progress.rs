@@ -102,8 +102,16 @@ impl State {
         if self.stage == WRITE {
             return format!("{}/{} files", self.modules_done, self.modules);
         }
+        if self.counts_blocks() {
+            return format!("{}/{} blocks", self.modules_done, self.modules);
+        }
         let rate = print::count(self.rate() as u64);
         format!("{}/{} modules, {rate} weights/s{left}", self.modules_done, self.modules)
+    }
+
+    /// Whether what is counted are blocks of a model, and no weights.
+    fn counts_blocks(&self) -> bool {
+        matches!(self.stage, "forward" | "swap-in")
     }
 
     /// What is to come.
@@ -111,6 +119,7 @@ impl State {
         match (self.stage, self.modules) {
             (WRITE, 1) => "1 file".into(),
             (WRITE, files) => format!("{files} files"),
+            (_, blocks) if self.counts_blocks() => format!("{blocks} blocks"),
             (_, modules) => format!("{modules} modules, {} weights", print::count(self.weights)),
         }
     }
@@ -152,7 +161,7 @@ impl Observer for Progress {
                 state.modules_done += 1;
                 state.weights_done += weights;
                 let (done, of) = match state.stage {
-                    WRITE => (state.modules_done as u64, state.modules as u64),
+                    WRITE | "forward" | "swap-in" => (state.modules_done as u64, state.modules as u64),
                     _ => (state.weights_done, state.weights),
                 };
                 self.bar.set_length(of);
@@ -163,6 +172,16 @@ impl Observer for Progress {
                     state.last_line = Instant::now();
                     print::stderr(&format!("{}: {}", state.stage, state.line()));
                 }
+            }
+            Event::Estimate { stage, time } => {
+                if self.style == Style::Json {
+                    let json = serde_json::json!({ "stage": stage, "estimated_seconds": time.as_secs_f64() });
+                    print::stderr(&json.to_string());
+                } else if self.style != Style::None {
+                    let line = format!("{stage} will take about {}", duration(time.as_secs()));
+                    self.bar.suspend(|| print::stderr(&line));
+                }
+                return;
             }
             _ => {}
         }

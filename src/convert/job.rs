@@ -168,32 +168,73 @@ impl Job {
     /// # Panics
     /// If the job has no plan.
     pub fn run(
-        mut self,
+        self,
         checkpoint: &Checkpoint,
         options: &super::ConvertOptions,
         observer: &dyn Observer,
     ) -> Result<Report, crate::Error> {
+        Ok(self.run_and_check(checkpoint, options, observer, |_| Ok(Check::default()))?.report)
+    }
+
+    /// Converts what isn't converted yet, has `check` look at the complete directory, and publishes it: under
+    /// its name, or under `NAME.rejected` if `check` says so.
+    ///
+    /// # Errors
+    /// As [`convert`](super::convert), and those of `check`, after which the conversion can go on from where it
+    /// is.
+    ///
+    /// # Panics
+    /// If the job has no plan.
+    pub fn run_and_check(
+        mut self,
+        checkpoint: &Checkpoint,
+        options: &super::ConvertOptions,
+        observer: &dyn Observer,
+        check: impl FnOnce(&Path) -> Result<Check, crate::Error>,
+    ) -> Result<Published, crate::Error> {
         #[allow(clippy::expect_used, reason = "the order of calls is the caller's, and documented")]
         let plan = self.plan.take().expect("set_plan comes before run");
         let flags = std::mem::take(&mut self.identity.flags);
         let result = self
             .check_space(planned_bytes(checkpoint, &plan))
             .and_then(|()| run::run(checkpoint, &plan, flags, &self.staging, true, options, observer));
-        match result {
-            Ok(report) => {
-                self.staging.commit()?;
-                Ok(report)
-            }
-            Err(error) => {
-                // Bad input stays bad, and what came from a source that changed is of no use.
-                let changed =
-                    matches!(&error, crate::Error::Checkpoint(e) if matches!(*e.fault, Fault::Changed));
-                let goes_on = matches!(error.kind(), Kind::Interrupted | Kind::Environment);
-                self.staging.keep_partial(goes_on && !changed);
-                Err(error)
-            }
+        let mut report = result.inspect_err(|error| {
+            // Bad input stays bad, and what came from a source that changed is of no use.
+            let changed = matches!(error, crate::Error::Checkpoint(e) if matches!(*e.fault, Fault::Changed));
+            let goes_on = matches!(error.kind(), Kind::Interrupted | Kind::Environment);
+            self.staging.keep_partial(goes_on && !changed);
+        })?;
+        let checked = check(self.staging.path())?;
+        for (name, bytes) in &checked.files {
+            self.staging.write(name, bytes)?;
         }
+        if checked.summary.is_some() {
+            report.validation = checked.summary;
+            self.staging.rewrite(output::REPORT_FILE, report.to_json().as_bytes())?;
+        }
+        let path = if checked.rejected { self.staging.reject()? } else { self.staging.commit()? };
+        Ok(Published { report, path })
     }
+}
+
+/// What a look at a complete output found.
+#[derive(Clone, Debug, Default)]
+pub struct Check {
+    /// Whether it must not get its name.
+    pub rejected: bool,
+    /// Files to put beside the others: names and bytes.
+    pub files: Vec<(String, Vec<u8>)>,
+    /// What report.json is to say of it.
+    pub summary: Option<Value>,
+}
+
+/// A complete output.
+#[derive(Clone, Debug)]
+pub struct Published {
+    /// Its report.
+    pub report: Report,
+    /// Where it is.
+    pub path: PathBuf,
 }
 
 /// Whether `out` is there and is what would be made. An error where it is something else that may not be

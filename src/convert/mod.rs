@@ -17,7 +17,7 @@ mod run;
 
 pub use crate::output::REPORT_FILE;
 pub use error::Error;
-pub use job::{Begun, Existing, Job, needed_bytes};
+pub use job::{Begun, Check, Existing, Job, Published, needed_bytes};
 pub use report::Report;
 
 use crate::checkpoint::Checkpoint;

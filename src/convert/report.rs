@@ -43,6 +43,10 @@ pub struct Report {
     pub side_files: SideFiles,
     /// What was odd, what was assumed, what it changes.
     pub warnings: Vec<Warning>,
+    /// What a validation found, if one was made: its `verdict`, `conditions`, `model` and `gates`, as
+    /// validation.json has them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub validation: Option<Value>,
 }
 
 /// What the source was.
@@ -251,6 +255,7 @@ impl Report {
             shards,
             side_files,
             warnings,
+            validation: None,
         }
     }
 

@@ -191,12 +191,37 @@ impl Staging {
         file.write_all(bytes).map_err(Action::Write.failed(&path))
     }
 
+    /// Writes a small file in the place of one that was written before.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn rewrite(&self, name: &str, bytes: &[u8]) -> Result<(), Error> {
+        let (path, new) = (self.partial.join(name), self.partial.join(format!("{name}.new")));
+        fs::write(&new, bytes).map_err(Action::Write.failed(&new))?;
+        fs::rename(&new, &path).map_err(Action::Rename.failed(&new))
+    }
+
     /// Brings all files to the disk and gives the directory its final name, which is returned.
     ///
     /// # Errors
     /// [`Error::Io`] if a file can't be synced. [`Error::NotRenamed`] if only the name couldn't be given,
     /// because something took it meanwhile: then the complete partial directory stays.
-    pub fn commit(mut self) -> Result<PathBuf, Error> {
+    pub fn commit(self) -> Result<PathBuf, Error> {
+        let (out, replace) = (self.out.clone(), self.replace);
+        self.publish_as(out, replace)
+    }
+
+    /// The same under `NAME.rejected`, where an older output of ours gives way. What stands under the final name
+    /// stays.
+    ///
+    /// # Errors
+    /// Those of [`commit`](Self::commit).
+    pub fn reject(self) -> Result<PathBuf, Error> {
+        let out = rejected_of(&self.out);
+        self.publish_as(out, true)
+    }
+
+    fn publish_as(mut self, out: PathBuf, replace: bool) -> Result<PathBuf, Error> {
         sync_tree(&self.partial)?;
         let state = self.partial.join(STATE);
         if state.exists() {
@@ -205,9 +230,9 @@ impl Staging {
         }
         // From here on it is complete, whatever happens.
         self.keep = true;
-        publish(&self.partial, &self.out, self.replace)?;
+        publish(&self.partial, &out, replace)?;
         self.lock = None;
-        Ok(self.out.clone())
+        Ok(out)
     }
 }
 
@@ -226,6 +251,11 @@ pub fn partial_of(out: &Path) -> PathBuf {
     beside(out, ".partial")
 }
 
+/// Where an output goes that its checks reject.
+pub fn rejected_of(out: &Path) -> PathBuf {
+    beside(out, ".rejected")
+}
+
 /// Whether `NAME.partial` holds a job that can go on.
 pub fn is_resumable(out: &Path) -> bool {
     partial_of(out).join(STATE).join(JOB).is_file()
@@ -237,7 +267,7 @@ pub fn is_resumable(out: &Path) -> bool {
 /// [`Error::HoldsSource`].
 pub fn check_apart(out: &Path, source: &Path) -> Result<(), Error> {
     let Ok(source) = source.canonicalize() else { return Ok(()) };
-    for dir in [out.to_owned(), partial_of(out), replaced(out)] {
+    for dir in [out.to_owned(), partial_of(out), replaced(out), rejected_of(out), replaced(&rejected_of(out))] {
         if dir.canonicalize().is_ok_and(|dir| source.starts_with(dir)) {
             return Err(Error::HoldsSource { path: dir });
         }

@@ -20,6 +20,8 @@ pub struct Validation {
     pub conditions: Conditions,
     /// Whether all of it is right: no layer broken, nothing non-finite, every gate met.
     pub verdict: Verdict,
+    /// Where a NaN or an infinity was met first, if anywhere.
+    pub non_finite: Option<NonFinite>,
     /// Both models, token by token; `None` where the forward pass isn't supported, and `not_run` says why.
     pub model: Option<ModelScores>,
     /// Each linear of the source, in block order.
@@ -32,6 +34,32 @@ pub struct Validation {
     pub not_run: Vec<String>,
     /// What was odd.
     pub warnings: Vec<crate::Warning>,
+}
+
+/// The part of a validation that the report of a conversion repeats.
+#[derive(Clone, Debug, Serialize)]
+pub struct Summary<'a> {
+    /// The outcome.
+    pub verdict: Verdict,
+    /// What it was measured on.
+    pub conditions: &'a Conditions,
+    /// Both models.
+    pub model: Option<&'a ModelScores>,
+    /// The gates.
+    pub gates: &'a [Gate],
+}
+
+impl Validation {
+    /// Whether nothing is broken and every gate is met.
+    pub fn is_good(&self) -> bool {
+        matches!(self.verdict, Verdict::Exact | Verdict::Passed)
+    }
+
+    /// What the report of a conversion says of it.
+    pub fn summary(&self) -> Summary<'_> {
+        let Self { verdict, conditions, model, gates, .. } = self;
+        Summary { verdict: *verdict, conditions, model: model.as_ref(), gates }
+    }
 }
 
 /// One of the two models.
@@ -82,6 +110,29 @@ pub enum Verdict {
     Broken,
     /// A NaN or an infinity.
     NonFinite,
+}
+
+/// Where a NaN or an infinity was met.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct NonFinite {
+    /// In which model.
+    pub model: ModelSide,
+    /// The block whose output holds it; `None` for the logits.
+    pub layer: Option<usize>,
+    /// Place of the token in the text.
+    pub token: usize,
+}
+
+/// One of the models of a validation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ModelSide {
+    /// The source.
+    Source,
+    /// The converted model.
+    Converted,
+    /// The source with a part converted.
+    Variant,
 }
 
 /// A mean over tokens, with its standard error over windows.

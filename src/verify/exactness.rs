@@ -201,7 +201,7 @@ impl<'a> Comparison<'a> {
             return Ok(());
         }
         // What doesn't decode has been told of.
-        let Ok(values) = self.values(self.output, found) else { return Ok(()) };
+        let Ok(values) = self.output.decoded(found) else { return Ok(()) };
         let message = match (claim.exactness, source) {
             (Exactness::Requantized, source) => {
                 let wanted = self.wanted(source, found)?;
@@ -219,18 +219,10 @@ impl<'a> Comparison<'a> {
         Ok(())
     }
 
-    /// A module as decoded: exact for dense weights, the fp16 values of quantized ones.
-    fn values(&self, checkpoint: &Checkpoint, module: &Module) -> Result<Vec<f32>, crate::Error> {
-        Ok(match module.layout() {
-            Layout::Dense { .. } => checkpoint.dense(module)?,
-            _ => checkpoint.dequantize(module)?.into_iter().map(f16::to_f32).collect(),
-        })
-    }
-
     /// What the source's module decodes to; of a head that the source ties, the embedding.
     fn wanted(&self, source: Option<&Module>, found: &Module) -> Result<Vec<f32>, crate::Error> {
         if let Some(module) = source {
-            return self.values(self.source, module);
+            return Ok(self.source.decoded(module)?);
         }
         let (k, n) = (found.in_features(), found.out_features());
         let embedding = self
@@ -256,7 +248,7 @@ impl<'a> Comparison<'a> {
                 places.first_difference(values, n, |at| wanted[at].to_f32())
             }
             (Layout::Dense { dtype }, _) => {
-                let wanted = self.values(self.source, source)?;
+                let wanted = self.source.decoded(source)?;
                 places.first_difference(values, n, |at| round_to(wanted[at], *dtype))
             }
             (Layout::Gptq(gptq), Layout::Gptq(_)) => {

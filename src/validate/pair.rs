@@ -1,0 +1,254 @@
+//! Which module of the converted model is made of which of the source, and what was promised of it.
+//!
+//! The report of the conversion says so where it is there; places in the architecture do otherwise, and last
+//! the names.
+
+use super::Error;
+use crate::arch::{EMBEDDING, HEAD, Linear};
+use crate::checkpoint::{Checkpoint, Module};
+use crate::convert::REPORT_FILE;
+use crate::convert::report::{Exactness, SCHEMA};
+use requant_formats::Permutation;
+use serde::Deserialize;
+use std::collections::BTreeMap;
+
+/// A linear in both models.
+#[derive(Clone, Debug)]
+pub(super) struct Pair {
+    /// Name in the source.
+    pub(super) source: String,
+    /// Name in the converted model.
+    pub(super) converted: String,
+    /// Its place; `None` for the head, and where the architecture is unknown.
+    pub(super) linear: Option<Linear>,
+    /// k.
+    pub(super) in_features: usize,
+    /// n.
+    pub(super) out_features: usize,
+    /// Row j of the converted weight is this row of the source's.
+    pub(super) rows: Option<Permutation>,
+    /// The same of columns.
+    pub(super) columns: Option<Permutation>,
+    /// What the conversion promised.
+    pub(super) promise: Option<Promise>,
+}
+
+/// What the report of a conversion says of a weight.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Promise {
+    /// Every value as decoded is the source's.
+    Exact,
+    /// Rounded once, to no worse than bf16.
+    Rounded,
+    /// This relative error.
+    Error(f64),
+}
+
+impl Pair {
+    /// Whether it is the output head.
+    pub(super) fn is_head(&self) -> bool {
+        self.source == HEAD
+    }
+
+    /// Whether rows or columns stand in another order in the converted model.
+    pub(super) fn is_permuted(&self) -> bool {
+        self.rows.is_some() || self.columns.is_some()
+    }
+
+    /// Brings a converted weight `[k, n]` into the source's order.
+    pub(super) fn to_source_order<T: Copy>(&self, weights: Vec<T>) -> Vec<T> {
+        reorder(weights, self.out_features, self.rows.as_ref(), self.columns.as_ref())
+    }
+}
+
+/// Puts row j and column c of a weight `[k, n]` where the permutations say that they come from.
+pub(super) fn reorder<T: Copy>(
+    weights: Vec<T>,
+    n: usize,
+    rows: Option<&Permutation>,
+    columns: Option<&Permutation>,
+) -> Vec<T> {
+    if rows.is_none() && columns.is_none() {
+        return weights;
+    }
+    let mut ordered = weights.clone();
+    for (row, from) in weights.chunks_exact(n).enumerate() {
+        let row = rows.map_or(row, |order| order.map()[row] as usize);
+        let to = &mut ordered[row * n..][..n];
+        match columns {
+            None => to.copy_from_slice(from),
+            Some(order) => order.map().iter().zip(from).for_each(|(&column, &w)| to[column as usize] = w),
+        }
+    }
+    ordered
+}
+
+/// A weight of the source `[k, n]`, exact; of a head that it doesn't store, the embedding.
+pub(super) fn source_values(source: &Checkpoint, name: &str) -> Result<Vec<f32>, crate::Error> {
+    if let Some(module) = source.module(name) {
+        return Ok(source.decoded(module)?);
+    }
+    let Some(embedding) = source.tensor(EMBEDDING) else { return Ok(Vec::new()) };
+    let floats = embedding.floats().unwrap_or_default();
+    Ok(crate::checkpoint::transpose(&floats, embedding.shape()[0], embedding.shape()[1]))
+}
+
+/// What is read of a report.
+#[derive(Deserialize)]
+struct Report {
+    schema: u32,
+    source: ReportSource,
+    modules: Vec<ReportModule>,
+}
+
+#[derive(Deserialize)]
+struct ReportSource {
+    fingerprint: String,
+}
+
+#[derive(Deserialize)]
+struct ReportModule {
+    name: String,
+    source: String,
+    exactness: Exactness,
+    relative_error: f64,
+    row_order: Option<Vec<u32>>,
+    decision: Decision,
+}
+
+#[derive(Deserialize)]
+struct Decision {
+    #[serde(default)]
+    columns_follow: Option<String>,
+}
+
+/// Pairs all linears of the two models, in the source's order, the head last.
+///
+/// # Errors
+/// A report that is of another source or can't be read; sizes that differ; nothing in common.
+pub(super) fn pairs(source: &Checkpoint, converted: &Checkpoint) -> Result<Vec<Pair>, Error> {
+    let mut pairs = match read_report(source, converted)? {
+        Some(report) => by_report(source, converted, &report)?,
+        None => by_place(source, converted),
+    };
+    for pair in &pairs {
+        // A file can hold any name, so the report's are looked up again.
+        let found = converted.module(&pair.converted);
+        let sizes = |k: usize, n: usize| format!("{k} × {n}");
+        let expected = sizes(pair.in_features, pair.out_features);
+        let found = found.map_or("nothing".into(), |m| sizes(m.in_features(), m.out_features()));
+        if found != expected {
+            return Err(Error::Mismatch { name: pair.source.clone(), found, expected });
+        }
+    }
+    let order = |pair: &Pair| {
+        let place = source.modules().iter().position(|module| module.name() == pair.source);
+        place.unwrap_or(usize::MAX)
+    };
+    pairs.sort_by_cached_key(order);
+    match pairs.is_empty() {
+        true => Err(Error::NothingInCommon),
+        false => Ok(pairs),
+    }
+}
+
+/// The report, if there is one and it isn't of other software.
+fn read_report(source: &Checkpoint, converted: &Checkpoint) -> Result<Option<Report>, Error> {
+    let path = converted.dir().join(REPORT_FILE);
+    let bytes = match std::fs::read(&path) {
+        Ok(bytes) => bytes,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(Error::Read { path, source }),
+    };
+    let failed = |message: String| Error::Report { path: path.clone(), message };
+    let report: Report = serde_json::from_slice(&bytes).map_err(|e| failed(e.to_string()))?;
+    if report.schema != SCHEMA {
+        let found = report.schema;
+        return Err(failed(format!("schema {found}: this version of requant reads schema {SCHEMA}")));
+    }
+    if report.source.fingerprint != source.fingerprint() {
+        return Err(failed("it is of another source: the fingerprint differs".into()));
+    }
+    Ok(Some(report))
+}
+
+fn by_report(source: &Checkpoint, converted: &Checkpoint, report: &Report) -> Result<Vec<Pair>, Error> {
+    let path = converted.dir().join(REPORT_FILE);
+    let failed = |message: String| Error::Report { path: path.clone(), message };
+    let mut orders: BTreeMap<&str, Permutation> = BTreeMap::new();
+    for module in &report.modules {
+        if let Some(order) = &module.row_order {
+            let order = Permutation::new(order.clone())
+                .map_err(|e| failed(format!("row_order of {}: {e}", module.name)))?;
+            orders.insert(&module.source, order);
+        }
+    }
+    let mut pairs = Vec::with_capacity(report.modules.len());
+    for module in &report.modules {
+        let (in_features, out_features) = match (source.module(&module.source), source.dims()) {
+            (Some(found), _) => (found.in_features(), found.out_features()),
+            (None, Some(dims)) if module.source == HEAD => (dims.hidden, dims.vocab),
+            _ => return Err(failed(format!("the source has no {}", module.source))),
+        };
+        let rows = orders.get(module.source.as_str()).cloned();
+        let columns = match &module.decision.columns_follow {
+            None => None,
+            Some(down) => Some(
+                (orders.get(down.as_str()).cloned())
+                    .ok_or_else(|| failed(format!("{}: {down} has no row_order", module.name)))?,
+            ),
+        };
+        let fits = |order: &Option<Permutation>, len| order.as_ref().is_none_or(|order| order.len() == len);
+        if !fits(&rows, in_features) || !fits(&columns, out_features) {
+            return Err(failed(format!("{}: an order of another length than its rows", module.name)));
+        }
+        let promise = match module.exactness {
+            Exactness::Identical | Exactness::Exact => Promise::Exact,
+            Exactness::Rounded => Promise::Rounded,
+            Exactness::Requantized => Promise::Error(module.relative_error),
+        };
+        pairs.push(Pair {
+            linear: source.module(&module.source).and_then(|module| module.linear().cloned()),
+            source: module.source.clone(),
+            converted: module.name.clone(),
+            in_features,
+            out_features,
+            rows,
+            columns,
+            promise: Some(promise),
+        });
+    }
+    Ok(pairs)
+}
+
+/// Pairs by block, role and expert; of unknown architectures by name.
+fn by_place(source: &Checkpoint, converted: &Checkpoint) -> Vec<Pair> {
+    let place = |module: &Module| module.linear().map(|l| (l.layer, l.role, l.expert));
+    let other: BTreeMap<_, &Module> =
+        converted.modules().iter().filter_map(|module| Some((place(module)?, module))).collect();
+    let pair = |name: &str, in_features, out_features, linear: Option<&Linear>, converted: &Module| Pair {
+        source: name.into(),
+        converted: converted.name().into(),
+        linear: linear.cloned(),
+        in_features,
+        out_features,
+        rows: None,
+        columns: None,
+        promise: None,
+    };
+    let mut pairs: Vec<Pair> = (source.modules().iter())
+        .filter_map(|module| {
+            let found = match place(module) {
+                Some(place) if converted.architecture().is_some() => other.get(&place).copied(),
+                _ => converted.module(module.name()),
+            };
+            let (k, n) = (module.in_features(), module.out_features());
+            Some(pair(module.name(), k, n, module.linear(), found?))
+        })
+        .collect();
+    // A converter may have written out the head that the source ties to the embedding.
+    if let (None, Some(head), Some(dims)) = (source.module(HEAD), converted.module(HEAD), source.dims()) {
+        pairs.push(pair(HEAD, dims.hidden, dims.vocab, None, head));
+    }
+    pairs
+}
