@@ -12,6 +12,7 @@ pub mod output;
 pub mod plan;
 pub mod progress;
 pub mod quantize;
+pub mod validate;
 pub mod verify;
 pub mod warning;
 
