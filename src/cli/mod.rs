@@ -9,6 +9,8 @@ mod inspect;
 mod print;
 mod progress;
 mod summary;
+#[allow(dead_code, reason = "the command that prints it comes with the engine")]
+mod validate_summary;
 mod verify;
 
 use clap::{CommandFactory, Parser, Subcommand};
