@@ -9,7 +9,7 @@ use maud::{Markup, html};
 const WIDTH: f64 = 320.0;
 const HEIGHT: f64 = 110.0;
 /// Room for the scale at the left, the title above and the block numbers below.
-const LEFT: f64 = 44.0;
+const LEFT: f64 = 60.0;
 const TOP: f64 = 22.0;
 const BOTTOM: f64 = 18.0;
 
@@ -95,7 +95,7 @@ fn panel_set(
                 @else { div.panels { @for role in roles {
                     @let worst = grid.of_role(role).filter(|c| finite(c).is_some())
                         .reduce(|a, b| if finite(b) > finite(a) { b } else { a });
-                    @let label = worst.map_or(String::new(), |c| format!("{role}: worst {} in {}", told(c), c.label()));
+                    @let label = worst.map_or(String::new(), |c| format!("{role}: worst {} in {}", told(c), place(c)));
                     svg viewBox={ "0 0 " (WIDTH) " " (HEIGHT) } role="img" aria-label={ (title) ", " (label) } {
                         text x="0" y="13" class="title" { (label) }
                         text x=(LEFT - 4.0) y=(TOP + 12.0) text-anchor="end" { (scale(high)) }
@@ -152,4 +152,8 @@ pub(super) fn cumulative(blocks: &[BlockScores]) -> Markup {
             }
         }
     }
+}
+
+fn place(cell: &Cell) -> String {
+    cell.layer.map_or(cell.role.to_string(), |block| format!("block {block}"))
 }
