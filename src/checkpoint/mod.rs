@@ -41,7 +41,7 @@ pub use dynamic::{Overrides, Resolved, Rules, Verdict};
 pub use error::{Error, Fault, MixedZeros};
 pub use module::{Bias, Exl2, Gptq, Layout, Module};
 pub(crate) use read::transpose;
-pub use shards::Shard;
+pub use shards::{MappedTensor, Shard};
 pub use tensor::{TensorInfo, TensorView};
 pub use zeros::{AllOnes, ZeroEvidence, Zeros};
 
@@ -152,6 +152,27 @@ impl Checkpoint {
     /// A tensor by name.
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
         self.shards.tensor(name)
+    }
+
+    /// A tensor that must be there.
+    ///
+    /// # Errors
+    /// [`Fault::TensorMissing`].
+    pub fn require_tensor(&self, name: &str) -> Result<TensorView<'_>, Error> {
+        self.tensor(name).ok_or_else(|| self.missing(name))
+    }
+
+    /// The bytes of a tensor where they lie in its file, for as long as they are wanted.
+    ///
+    /// # Errors
+    /// [`Fault::TensorMissing`].
+    pub fn mapped(&self, name: &str) -> Result<MappedTensor, Error> {
+        self.shards.mapped(name).ok_or_else(|| self.missing(name))
+    }
+
+    fn missing(&self, name: &str) -> Error {
+        let beside = name.rsplit_once('.').map_or(name, |(module, _)| module).into();
+        Error::tensor(self.shards.list_of_tensors(), name, Fault::TensorMissing { beside })
     }
 
     /// Whether `lm_head.weight` is stored although the embedding is tied and has the same bytes.

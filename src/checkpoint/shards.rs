@@ -9,6 +9,7 @@ use crate::warning::{Warning, WarningCode};
 use rayon::prelude::*;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -39,6 +40,20 @@ impl Shard {
     /// The length field and the header.
     pub fn header(&self) -> &[u8] {
         &self.map.bytes()[..self.header_len]
+    }
+}
+
+/// The bytes of a tensor in its mapped file, which outlive the checkpoint that they came from.
+#[derive(Clone, Debug)]
+pub struct MappedTensor {
+    map: Arc<Mapped>,
+    bytes: Range<usize>,
+}
+
+impl AsRef<[u8]> for MappedTensor {
+    fn as_ref(&self) -> &[u8] {
+        // `Header::parse` checked the range against the file's length.
+        &self.map.bytes()[self.bytes.clone()]
     }
 }
 
@@ -175,6 +190,12 @@ impl Shards {
         self.by_name.get(name).map(|&i| self.view(&self.tensors[i]))
     }
 
+    /// The bytes of a tensor, for as long as they are wanted.
+    pub(super) fn mapped(&self, name: &str) -> Option<MappedTensor> {
+        let info = &self.tensors[*self.by_name.get(name)?];
+        Some(MappedTensor { map: self.files[info.file].map.clone(), bytes: info.bytes.clone() })
+    }
+
     /// Whether there is a tensor of that name.
     pub(super) fn has(&self, name: &str) -> bool {
         self.by_name.contains_key(name)
@@ -194,7 +215,7 @@ impl Shards {
 
 fn open_shard(dir: &Path, name: &str) -> Result<(Shard, Header), Error> {
     let path = dir.join(name);
-    let map = Mapped::open(&path).map_err(|e| Error::new(&path, e))?;
+    let map = Arc::new(Mapped::open(&path).map_err(|e| Error::new(&path, e))?);
     let header =
         Header::parse(map.bytes()).map_err(|Lie { tensor, fault }| Error { file: path, tensor, fault })?;
     Ok((Shard { name: name.into(), map, header_len: header.len }, header))

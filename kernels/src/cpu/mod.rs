@@ -81,6 +81,14 @@ impl Cpu {
         result
     }
 
+    fn gated(&self, gate: &Tensor, up: &Tensor, function: impl Fn(f32) -> f32 + Sync) -> Tensor {
+        self.rows(gate.rows, gate.columns, |i, row| {
+            for ((y, &g), &u) in row.iter_mut().zip(gate.row(i)).zip(up.row(i)) {
+                *y = function(g) * u;
+            }
+        })
+    }
+
     /// In place, in pieces of whole runs of `unit` elements; `work` gets the number of the first element.
     fn in_place(&self, values: &mut [f32], unit: usize, work: impl Fn(usize, &mut [f32]) + Sync) {
         let piece = (TASK / unit.max(1)).max(1) * unit.max(1);
@@ -218,12 +226,11 @@ impl Operations for Cpu {
 
     fn gate(&self, gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Tensor, Error> {
         expect_same("gate", gate, up)?;
-        let function = rows::function(activation);
-        Ok(self.rows(gate.rows, gate.columns, |i, row| {
-            for ((y, &g), &u) in row.iter_mut().zip(gate.row(i)).zip(up.row(i)) {
-                *y = function(g) * u;
-            }
-        }))
+        Ok(match activation {
+            Activation::Silu => self.gated(gate, up, rows::silu),
+            Activation::GeluTanh => self.gated(gate, up, rows::gelu_tanh),
+            Activation::Gelu => self.gated(gate, up, rows::gelu),
+        })
     }
 
     fn add(&self, x: &mut Tensor, y: &Tensor, scale: f32) -> Result<(), Error> {

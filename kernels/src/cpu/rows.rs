@@ -1,6 +1,6 @@
 //! What is done to the elements of a row.
 
-use crate::operations::{Activation, Difference, Rope};
+use crate::operations::{Difference, Rope};
 use rayon::prelude::*;
 
 /// `e^x` to 2 units in the last place for results that are normal numbers, 0 below, ∞ above; NaN stays NaN.
@@ -100,16 +100,22 @@ pub(super) fn rotate(row: &mut [f32], head_dim: usize, position: usize, rope: &R
     }
 }
 
-/// The function of an activation.
-pub(super) fn function(activation: Activation) -> fn(f32) -> f32 {
-    match activation {
-        Activation::Silu => |x| x / (1.0 + exp(-x)),
-        Activation::GeluTanh => |x| {
-            let inner = std::f32::consts::FRAC_2_PI.sqrt() * (x + 0.044_715 * x * x * x);
-            0.5 * x * (1.0 + inner.tanh())
-        },
-        Activation::Gelu => |x| (0.5 * f64::from(x) * libm::erfc(-f64::from(x) / 2f64.sqrt())) as f32,
-    }
+/// `x / (1 + e^−x)`.
+#[inline]
+pub(super) fn silu(x: f32) -> f32 {
+    x / (1.0 + exp(-x))
+}
+
+/// GELU by tanh.
+pub(super) fn gelu_tanh(x: f32) -> f32 {
+    // √(2/π)
+    const FACTOR: f32 = 0.797_884_6;
+    0.5 * x * (1.0 + (FACTOR * (x + 0.044_715 * x * x * x)).tanh())
+}
+
+/// GELU by erf.
+pub(super) fn gelu(x: f32) -> f32 {
+    (0.5 * f64::from(x) * libm::erfc(-f64::from(x) / std::f64::consts::SQRT_2)) as f32
 }
 
 /// `cap · tanh(x / cap)`.
