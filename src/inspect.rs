@@ -172,7 +172,7 @@ fn totals(checkpoint: &Checkpoint) -> InspectedTotals {
         totals.tensor_bytes += bits / 8;
         if module.layout().is_quantized() {
             totals.quantized_modules += 1;
-            if module.name() != crate::arch::HEAD {
+            if module.name() != checkpoint.naming().head {
                 totals.quantized_weights += module.weights();
                 totals.stored_bits += bits;
             }

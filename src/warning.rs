@@ -70,6 +70,8 @@ pub enum WarningCode {
     DenseMemberQuantized,
     /// A bias of zeros where the target expects none is left out.
     ZeroBiasDropped,
+    /// exllamav2 multiplies scales at load, which rounds them once more than the measured errors know.
+    ScalesMultiplied,
     /// Groups that hold parts of several source groups.
     StraddlingGroups,
     /// Act-order of a down_proj that can't be folded into gate and up.

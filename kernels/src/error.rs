@@ -35,3 +35,16 @@ pub enum Error {
         needed: u64,
     },
 }
+
+/// [`Error::Shape`] unless `fits`; `words` gives what was found and what was expected.
+pub(crate) fn expect(
+    operation: &'static str,
+    fits: bool,
+    words: impl FnOnce() -> (String, String),
+) -> Result<(), Error> {
+    if fits {
+        return Ok(());
+    }
+    let (found, expected) = words();
+    Err(Error::Shape { operation, found, expected })
+}

@@ -4,7 +4,7 @@ use super::{Architecture, MlpKind};
 use serde_json::{Map, Value};
 
 /// Sizes of a model.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Dims {
     /// `hidden_size`.
     pub hidden: usize,
@@ -32,7 +32,16 @@ pub struct Dims {
     pub attention_bias: bool,
     /// `mlp_bias`.
     pub mlp_bias: bool,
-    /// `tie_word_embeddings`.
+    /// `shared_expert_intermediate_size`, where the architecture has an expert for all tokens.
+    pub shared_intermediate: Option<usize>,
+    /// `use_qk_norm`.
+    pub use_qk_norm: bool,
+    /// `n_positions` or `max_position_embeddings`.
+    pub positions: Option<usize>,
+    /// What exllamav2 multiplies the scales of o and down by when it loads them: `residual_multiplier`
+    /// (Granite), or `scale_depth / √layers` (MiniCPM); 1 elsewhere.
+    pub residual_scale: f64,
+    /// `tie_word_embeddings`, or that the architecture knows no other head.
     pub tied: bool,
 }
 
@@ -58,21 +67,27 @@ impl Dims {
     /// Names the first key that is missing or isn't a positive integer.
     pub fn read(arch: &Architecture, config: &Map<String, Value>) -> Result<Self, Error> {
         let keys = Keys(config);
-        let (hidden, heads) = (keys.size("hidden_size")?, keys.size("num_attention_heads")?);
-        let intermediate = keys.size("intermediate_size")?;
+        let hidden = keys.size_of(&["hidden_size", "n_embd"])?;
+        let heads = keys.size_of(&["num_attention_heads", "n_head"])?;
+        let intermediate = match keys.optional_size("n_inner")? {
+            Some(intermediate) => intermediate,
+            // GPT-2 gives it only where it is another.
+            None if arch.learned_positions && keys.get("intermediate_size").is_none() => 4 * hidden,
+            None => keys.size("intermediate_size")?,
+        };
         let head_dim = match keys.optional_size("head_dim")? {
             Some(head_dim) => head_dim,
             None if hidden % heads == 0 => hidden / heads,
             None => {
-                let found = config.get("num_attention_heads").cloned();
+                let found = keys.get("num_attention_heads").cloned();
                 let expected = "a divisor of hidden_size, as there is no head_dim";
                 return Err(Error { key: "num_attention_heads", found, expected });
             }
         };
-        let layers = keys.size("num_hidden_layers")?;
+        let layers = keys.size_of(&["num_hidden_layers", "n_layer"])?;
         let (experts, expert_intermediate, plain_layers, sparse_step) = match arch.mlp {
             MlpKind::Dense => (None, intermediate, Vec::new(), 1),
-            MlpKind::Experts { .. } => (
+            MlpKind::Experts | MlpKind::ExpertsAndShared => (
                 Some(match keys.optional_size("num_local_experts")? {
                     Some(experts) => experts,
                     None => keys.size("num_experts")?,
@@ -86,7 +101,10 @@ impl Dims {
             hidden,
             intermediate,
             heads,
-            kv_heads: keys.optional_size("num_key_value_heads")?.unwrap_or(heads),
+            kv_heads: match arch.multi_query {
+                true => 1,
+                false => keys.optional_size("num_key_value_heads")?.unwrap_or(heads),
+            },
             head_dim,
             layers,
             vocab: keys.size("vocab_size")?,
@@ -96,7 +114,21 @@ impl Dims {
             sparse_step,
             attention_bias: keys.flag("attention_bias")?,
             mlp_bias: keys.flag("mlp_bias")?,
-            tied: keys.flag("tie_word_embeddings")?,
+            shared_intermediate: match arch.mlp {
+                MlpKind::ExpertsAndShared => Some(keys.size("shared_expert_intermediate_size")?),
+                MlpKind::Dense | MlpKind::Experts => None,
+            },
+            use_qk_norm: keys.flag("use_qk_norm")?,
+            positions: match keys.optional_size("n_positions")? {
+                None => keys.optional_size("max_position_embeddings")?,
+                positions => positions,
+            },
+            residual_scale: match (keys.number("residual_multiplier")?, keys.number("scale_depth")?) {
+                (Some(scale), _) => scale,
+                (None, Some(depth)) => depth / (layers as f64).sqrt(),
+                (None, None) => 1.0,
+            },
+            tied: keys.flag("tie_word_embeddings")? || arch.tied_head,
         })
     }
 
@@ -110,13 +142,28 @@ impl Dims {
 struct Keys<'a>(&'a Map<String, Value>);
 
 impl Keys<'_> {
+    /// A key's value, or that of the language model's own configuration in a model of several.
+    fn get(&self, key: &str) -> Option<&Value> {
+        self.0.get(key).or_else(|| self.0.get("text_config")?.get(key))
+    }
+
+    /// The first of several names that is there; the error is about the first name.
+    fn size_of(&self, names: &[&'static str]) -> Result<usize, Error> {
+        for key in &names[1..] {
+            if let Some(size) = self.optional_size(key)? {
+                return Ok(size);
+            }
+        }
+        self.size(names[0])
+    }
+
     fn size(&self, key: &'static str) -> Result<usize, Error> {
         let expected = "a positive integer";
-        self.optional_size(key)?.ok_or(Error { key, found: self.0.get(key).cloned(), expected })
+        self.optional_size(key)?.ok_or(Error { key, found: self.get(key).cloned(), expected })
     }
 
     fn optional_size(&self, key: &'static str) -> Result<Option<usize>, Error> {
-        match self.0.get(key) {
+        match self.get(key) {
             None | Some(Value::Null) => Ok(None),
             Some(value) => match value.as_u64() {
                 Some(size @ 1..=LARGEST) => Ok(Some(size as usize)),
@@ -128,11 +175,22 @@ impl Keys<'_> {
         }
     }
 
+    /// A number; `None` where it is missing or 0.
+    fn number(&self, key: &'static str) -> Result<Option<f64>, Error> {
+        match self.0.get(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => match value.as_f64() {
+                Some(number) => Ok(Some(number).filter(|number| *number != 0.0)),
+                None => Err(Error { key, found: Some(value.clone()), expected: "a number" }),
+            },
+        }
+    }
+
     fn plain_layers(&self) -> Result<Vec<u64>, Error> {
         let key = "mlp_only_layers";
         let wrong =
             |found: &Value| Error { key, found: Some(found.clone()), expected: "a list of layer numbers" };
-        match self.0.get(key) {
+        match self.get(key) {
             None | Some(Value::Null) => Ok(Vec::new()),
             Some(found @ Value::Array(list)) => {
                 list.iter().map(|layer| layer.as_u64().ok_or_else(|| wrong(found))).collect()
@@ -142,7 +200,7 @@ impl Keys<'_> {
     }
 
     fn flag(&self, key: &'static str) -> Result<bool, Error> {
-        match self.0.get(key) {
+        match self.get(key) {
             None | Some(Value::Null) => Ok(false),
             Some(Value::Bool(flag)) => Ok(*flag),
             Some(value) => Err(Error { key, found: Some(value.clone()), expected: "true or false" }),

@@ -17,7 +17,8 @@ pub(super) struct Wanted {
     pub(super) name: String,
     /// `[in_features, out_features]` by the architecture.
     pub(super) sizes: Option<[usize; 2]>,
-    pub(super) linear: Option<Linear>,
+    /// Those of the architecture that it holds.
+    pub(super) linears: Vec<Linear>,
 }
 
 /// A module as found; the convention of its zero points needs the whole model.

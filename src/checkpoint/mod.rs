@@ -45,7 +45,7 @@ pub use shards::Shard;
 pub use tensor::{TensorInfo, TensorView};
 pub use zeros::{AllOnes, ZeroEvidence, Zeros};
 
-use crate::arch::{Architecture, Dims, ExpertNames};
+use crate::arch::{Architecture, Columns, Dims, Linear, Names};
 use crate::warning::Warning;
 use requant_formats::gptq::ZeroConvention;
 use serde_json::{Map, Value};
@@ -60,6 +60,8 @@ pub struct OpenOptions {
     pub all_ones: Option<AllOnes>,
     /// The convention of all zero points, against values and label.
     pub zeros: Option<ZeroConvention>,
+    /// Whether an architecture that isn't in the table is read as a Llama.
+    pub any_arch: bool,
 }
 
 /// An open checkpoint.
@@ -69,10 +71,11 @@ pub struct Checkpoint {
     config: Map<String, Value>,
     quant: Option<QuantConfig>,
     known: Option<(&'static Architecture, Dims)>,
-    naming: ExpertNames,
+    naming: &'static Names,
     shards: Shards,
     modules: Vec<Module>,
     by_name: open::ByName,
+    parts: open::Parts,
     other_tensors: Vec<usize>,
     tied_copy: bool,
     warnings: Vec<Warning>,
@@ -112,8 +115,8 @@ impl Checkpoint {
         self.known.as_ref().map(|(_, dims)| dims)
     }
 
-    /// How its files name the linears of an MLP; the usual names for an unknown architecture.
-    pub fn naming(&self) -> ExpertNames {
+    /// How its files name tensors; the usual names for an unknown architecture.
+    pub fn naming(&self) -> &'static Names {
         self.naming
     }
 
@@ -125,6 +128,20 @@ impl Checkpoint {
     /// A linear by name.
     pub fn module(&self, name: &str) -> Option<&Module> {
         self.by_name.get(name).map(|&i| &self.modules[i])
+    }
+
+    /// A part of a fused module, or without `columns` the module: everything that reads a module reads a part
+    /// as if it were one. Its name, and thus its tensors, are those of the whole.
+    pub fn part(&self, name: &str, columns: Option<&Columns>) -> Option<&Module> {
+        match columns {
+            None => self.module(name),
+            Some(columns) => self.parts.get(name)?.iter().find(|part| part.columns() == Some(columns)),
+        }
+    }
+
+    /// The module, or the part of a fused one, that holds a linear of the architecture and nothing else.
+    pub fn of_linear(&self, linear: &Linear) -> Option<&Module> {
+        self.part(&linear.name, linear.columns.as_ref())
     }
 
     /// The tensors that belong to no module: embeddings, norms, routers.

@@ -1,7 +1,7 @@
 //! A linear layer of a checkpoint, as its tensors say.
 
 use super::zeros::Zeros;
-use crate::arch::Linear;
+use crate::arch::{Columns, Linear};
 use requant_formats::exl2::GroupTable;
 use requant_formats::gptq::{GIdxKind, Shape};
 use safetensors::Dtype;
@@ -14,7 +14,11 @@ pub struct Module {
     pub(super) out_features: usize,
     pub(super) layout: Layout,
     pub(super) bias: Option<Bias>,
-    pub(super) linear: Option<Linear>,
+    pub(super) linears: Vec<Linear>,
+    /// Of a part: where it lies in the stored module.
+    pub(super) columns: Option<Columns>,
+    /// n of the stored module, of which a part has fewer.
+    pub(super) whole_out_features: usize,
     /// Rows of a group as configured: needed where the groups of `scales` don't tell.
     pub(super) stated_group_size: Option<usize>,
 }
@@ -50,9 +54,23 @@ impl Module {
         self.bias
     }
 
-    /// Its place in the architecture; `None` for the head, and where the architecture is unknown.
+    /// Its place in the architecture; `None` for the head, for a fused module, and where the architecture is
+    /// unknown.
     pub fn linear(&self) -> Option<&Linear> {
-        self.linear.as_ref()
+        match self.linears.as_slice() {
+            [linear] => Some(linear),
+            _ => None,
+        }
+    }
+
+    /// The architecture's linears that it holds: several in a fused module.
+    pub fn linears(&self) -> &[Linear] {
+        &self.linears
+    }
+
+    /// Of a part ([`Checkpoint::part`](super::Checkpoint::part)): its columns of the stored module.
+    pub fn columns(&self) -> Option<&Columns> {
+        self.columns.as_ref()
     }
 
     /// Names of its tensors, whether they exist or not: those of its layout, then `bias`.

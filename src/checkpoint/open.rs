@@ -3,12 +3,12 @@
 use super::config::{self, CONFIG, QuantConfig};
 use super::error::{Error, Fault};
 use super::examine::{Found, LAYOUTS, Stated, Stored, StoredGptq, Wanted, examine};
-use super::module::{Exl2, Gptq, Layout, Module};
+use super::module::{Bias, Exl2, Gptq, Layout, Module};
 use super::report;
 use super::shards::Shards;
 use super::zeros::{self, Claims, Surveyed, Zeros};
 use super::{Checkpoint, OpenOptions};
-use crate::arch::{self, Architecture, Dims, ExpertNames};
+use crate::arch::{self, Architecture, Dims, Linear, Names};
 use crate::warning::{Warning, WarningCode};
 use rayon::prelude::*;
 use serde_json::{Map, Value};
@@ -31,9 +31,9 @@ pub(super) fn open(dir: &Path, options: &OpenOptions) -> Result<Checkpoint, Erro
     }
     warnings.extend(shards.warnings.iter().cloned());
 
-    let known = known_architecture(dir, &model, &mut warnings)?;
+    let known = known_architecture(dir, &model, options.any_arch, &mut warnings)?;
     let has = |prefix: &str| shards.tensors.iter().any(|t| t.name().starts_with(prefix));
-    let naming = known.as_ref().map_or(ExpertNames::MLP, |(arch, _)| arch.naming(has));
+    let naming = known.as_ref().map_or(&Names::LLAMA, |(arch, dims)| arch.naming(dims, has));
     let wanted = match &known {
         Some((arch, dims)) => expected_modules(&shards, arch, dims, naming)?,
         None => modules_by_tensors(&shards),
@@ -53,10 +53,11 @@ pub(super) fn open(dir: &Path, options: &OpenOptions) -> Result<Checkpoint, Erro
     let zeros = decide_zeros(&shards, &wanted, &found, claims, &mut warnings)?;
     let modules = assemble(wanted, found, zeros);
     let tied_copy = match &known {
-        Some((_, dims)) => examine_head(&shards, &modules, dims, &mut warnings),
+        Some((_, dims)) => examine_head(&shards, &modules, dims, naming, &mut warnings),
         None => false,
     };
     let by_name = modules.iter().enumerate().map(|(i, m)| (m.name.clone(), i)).collect();
+    let parts = parts(&shards, &modules);
     let other_tensors = tensors_of_no_module(&shards, &modules);
     if let Some((arch, dims)) = &known {
         let others = other_tensors.iter().map(|&i| shards.tensors[i].name());
@@ -71,6 +72,7 @@ pub(super) fn open(dir: &Path, options: &OpenOptions) -> Result<Checkpoint, Erro
         shards,
         modules,
         by_name,
+        parts,
         other_tensors,
         tied_copy,
         warnings,
@@ -82,9 +84,11 @@ type Known = (&'static Architecture, Dims);
 fn known_architecture(
     dir: &Path,
     config: &Map<String, Value>,
+    any_arch: bool,
     warnings: &mut Vec<Warning>,
 ) -> Result<Option<Known>, Error> {
-    let Some(arch) = arch::find(config) else {
+    let known = arch::find(config);
+    let Some(arch) = known.or(any_arch.then_some(arch::FALLBACK)) else {
         let named = config.get("architectures").and_then(Value::as_array).and_then(|list| list.first());
         let named = named.and_then(Value::as_str).unwrap_or("none");
         warnings.push(Warning {
@@ -97,6 +101,15 @@ fn known_architecture(
         });
         return Ok(None);
     };
+    if known.is_none() {
+        warnings.push(Warning {
+            code: WarningCode::UnknownArchitecture,
+            subject: CONFIG.into(),
+            message: "The architecture isn't known: it is read as a Llama, as exllamav2 will take it for one. If it \
+                      is none in all but its name, it will load and run wrongly."
+                .into(),
+        });
+    }
     let dims = Dims::read(arch, config).map_err(|e| Error::new(dir.join(CONFIG), e))?;
     Ok(Some((arch, dims)))
 }
@@ -106,7 +119,7 @@ fn expected_modules(
     shards: &Shards,
     arch: &Architecture,
     dims: &Dims,
-    naming: ExpertNames,
+    naming: &Names,
 ) -> Result<Vec<Wanted>, Error> {
     // A configuration can claim 2^28 layers of as many experts; listing their names would take all memory. So
     // blocks are listed up to the first that lacks a linear, and no more experts than a file can have.
@@ -117,20 +130,20 @@ fn expected_modules(
     for layer in 0..dims.layers {
         let block = arch.block(&bounded, naming, layer);
         let whole = block.iter().all(|linear| is_stored(&linear.name));
-        wanted.extend(block.into_iter().map(|linear| Wanted {
-            name: linear.name.clone(),
-            sizes: Some([linear.in_features, linear.out_features]),
-            linear: Some(linear),
+        wanted.extend(block.chunk_by(|a, b| a.name == b.name).map(|linears| Wanted {
+            name: linears[0].name.clone(),
+            sizes: Some([linears[0].in_features, linears.iter().map(|linear| linear.out_features).sum()]),
+            linears: linears.to_vec(),
         }));
         if !whole {
             break;
         }
     }
-    if is_stored(arch::HEAD) {
+    if is_stored(naming.head) {
         let sizes = Some([dims.hidden, dims.vocab]);
-        wanted.push(Wanted { name: arch::HEAD.into(), sizes, linear: None });
+        wanted.push(Wanted { name: naming.head.into(), sizes, linears: Vec::new() });
     } else if !dims.tied {
-        let name = format!("{}.weight", arch::HEAD);
+        let name = format!("{}.weight", naming.head);
         return Err(Error::tensor(shards.list_of_tensors(), name, Fault::HeadMissing));
     }
     Ok(wanted)
@@ -164,7 +177,7 @@ fn modules_by_tensors(shards: &Shards) -> Vec<Wanted> {
         .collect();
     stems.sort_by(|a, b| natural_order(a, b));
     stems.dedup();
-    stems.into_iter().map(|name| Wanted { name, sizes: None, linear: None }).collect()
+    stems.into_iter().map(|name| Wanted { name, sizes: None, linears: Vec::new() }).collect()
 }
 
 fn without_numbers(name: &str) -> String {
@@ -220,12 +233,12 @@ fn check_rest(
     shards: &Shards,
     arch: &Architecture,
     dims: &Dims,
-    naming: ExpertNames,
+    naming: &Names,
     wanted: &[Wanted],
 ) -> Result<(), Error> {
     let names: HashSet<&str> = wanted.iter().map(|module| module.name.as_str()).collect();
     for tensor in &shards.tensors {
-        let beyond = layer_of(tensor.name()).is_some_and(|layer| layer >= dims.layers);
+        let beyond = layer_of(naming, tensor.name()).is_some_and(|layer| layer >= dims.layers);
         if let Some((stem, suffix)) = tensor.name().rsplit_once('.')
             && !names.contains(stem)
             && (matches!(suffix, "qweight" | "q_weight") || beyond && tensor.shape().len() == 2)
@@ -248,8 +261,8 @@ fn check_rest(
 }
 
 /// The block that a name belongs to.
-fn layer_of(name: &str) -> Option<usize> {
-    name.strip_prefix("model.layers.")?.split('.').next()?.parse().ok()
+fn layer_of(naming: &Names, name: &str) -> Option<usize> {
+    name.strip_prefix(naming.blocks)?.split('.').next()?.parse().ok()
 }
 
 /// Of the tensors that belong to no module, those that the architecture has no use for. Buffers that older
@@ -258,11 +271,13 @@ fn unused_tensors<'a>(
     others: impl Iterator<Item = &'a str>,
     arch: &Architecture,
     dims: &Dims,
-    naming: ExpertNames,
+    naming: &Names,
 ) -> Option<Warning> {
     let dense: HashSet<String> = arch.dense_tensors(dims, naming).into_iter().map(|t| t.name).collect();
-    let unused: Vec<&str> =
-        others.filter(|name| !dense.contains(*name) && !name.ends_with(".inv_freq")).collect();
+    let unused: Vec<&str> = others
+        .filter(|name| !dense.contains(*name) && !name.ends_with(".inv_freq"))
+        .filter(|name| arch.other_exl2_name(naming, name).is_none())
+        .collect();
     let (first, rest) = unused.split_first()?;
     let more = if rest.is_empty() { String::new() } else { format!(" and {} more", rest.len()) };
     Some(Warning {
@@ -323,21 +338,29 @@ fn assemble(wanted: Vec<Wanted>, found: Vec<Found>, zeros: Vec<Zeros>) -> Vec<Mo
             out_features: found.out_features,
             layout: layout(found.stored, &mut zeros),
             bias: found.bias,
-            linear: wanted.linear,
+            linears: wanted.linears,
+            columns: None,
+            whole_out_features: found.out_features,
             stated_group_size: found.stated.group_size.map(|size| size.rows(found.in_features)),
         })
         .collect()
 }
 
 /// Compares a stored head with the embedding that the configuration ties it to. True: it is a mere copy.
-fn examine_head(shards: &Shards, modules: &[Module], dims: &Dims, warnings: &mut Vec<Warning>) -> bool {
-    let Some(head) = modules.iter().find(|m| m.name == arch::HEAD).filter(|_| dims.tied) else {
+fn examine_head(
+    shards: &Shards,
+    modules: &[Module],
+    dims: &Dims,
+    naming: &Names,
+    warnings: &mut Vec<Warning>,
+) -> bool {
+    let Some(head) = modules.iter().find(|m| m.name == naming.head).filter(|_| dims.tied) else {
         return false;
     };
     if head.layout.is_quantized() {
         warnings.push(Warning {
             code: WarningCode::TiedHeadQuantized,
-            subject: arch::HEAD.into(),
+            subject: naming.head.into(),
             message:
                 "config.json ties the head to the embedding, but the head is stored quantized. It is read; \
                       engines that obey the configuration use the embedding instead."
@@ -346,7 +369,8 @@ fn examine_head(shards: &Shards, modules: &[Module], dims: &Dims, warnings: &mut
         return false;
     }
     let tensor = |name: &str| shards.tensor(name);
-    let (stored, embedding) = (tensor(&format!("{}.weight", arch::HEAD)), tensor(arch::EMBEDDING));
+    let embedding_weight = naming.embedding_weight();
+    let (stored, embedding) = (tensor(&format!("{}.weight", naming.head)), tensor(&embedding_weight));
     let copy = match (stored, embedding) {
         (Some(head), Some(embedding)) => {
             head.dtype() == embedding.dtype() && head.bytes() == embedding.bytes()
@@ -356,11 +380,11 @@ fn examine_head(shards: &Shards, modules: &[Module], dims: &Dims, warnings: &mut
     if !copy {
         warnings.push(Warning {
             code: WarningCode::TiedHeadDiffers,
-            subject: format!("{}.weight", arch::HEAD),
+            subject: format!("{}.weight", naming.head),
             message: format!(
                 "config.json ties the head to the embedding, but the stored head differs from {}. It is read; \
                  engines that obey the configuration use the embedding instead.",
-                arch::EMBEDDING
+                embedding_weight
             ),
         });
     }
@@ -371,6 +395,33 @@ fn tensors_of_no_module(shards: &Shards, modules: &[Module]) -> Vec<usize> {
     let taken: HashSet<String> = modules.iter().flat_map(Module::tensor_names).collect();
     (0..shards.tensors.len()).filter(|&i| !taken.contains(shards.tensors[i].name())).collect()
 }
+
+/// Each linear of a fused module as a module of its own.
+fn parts(shards: &Shards, modules: &[Module]) -> Parts {
+    let part = |whole: &Module, linear: &Linear| {
+        let mut part = Module {
+            out_features: linear.out_features,
+            linears: vec![linear.clone()],
+            columns: linear.columns.clone(),
+            ..whole.clone()
+        };
+        if let Layout::Gptq(gptq) = &mut part.layout {
+            gptq.shape.out_features = linear.out_features;
+        }
+        let bias = whole.bias.and_then(|_| shards.tensor(&format!("{}.bias", whole.name))?.floats());
+        part.bias = bias.map(|mut bias| {
+            bias.truncate(whole.out_features);
+            let zero = part.cut(bias.into()).iter().all(|&value| value == 0.0);
+            if zero { Bias::AllZero } else { Bias::NonZero }
+        });
+        part
+    };
+    let fused = modules.iter().filter(|module| module.linears.len() > 1);
+    fused.map(|m| (m.name.clone(), m.linears.iter().map(|linear| part(m, linear)).collect())).collect()
+}
+
+/// The parts of fused modules, by the name of the whole.
+pub(super) type Parts = HashMap<String, Vec<Module>>;
 
 /// Module names and their places.
 pub(super) type ByName = HashMap<String, usize>;

@@ -7,7 +7,7 @@ use super::module::{Gptq, Layout, Module};
 use super::tensor::{TensorView, first_columns};
 use half::{f16, slice::HalfFloatSliceExt};
 use requant_formats::exl2;
-use requant_formats::gptq::{self, GIdx};
+use requant_formats::gptq::{self, GIdx, Shape};
 use std::borrow::Cow;
 
 impl Checkpoint {
@@ -55,16 +55,18 @@ impl Checkpoint {
         let (qweight, qzeros) = (self.need(module, "qweight")?, self.need(module, "qzeros")?);
         let scales = self.need(module, "scales")?;
         let shape = stored.shape;
+        let whole = Shape { out_features: module.whole_out_features, ..shape };
         // Files can be padded to more columns than the model has.
         let words = |tensor: TensorView<'a>, kept| {
             first_columns(tensor.words().unwrap_or_default(), tensor.shape()[1], kept)
         };
-        let codes = gptq::unpack_codes(&shape, &words(qweight, shape.out_features));
+        let codes = gptq::unpack_codes(&shape, &module.cut(words(qweight, whole.out_features)));
         let codes = codes.map_err(|e| qweight.error(e))?;
-        let zeros = gptq::decode_zeros(&shape, &words(qzeros, shape.qzeros()[1]), encoding);
-        let zeros = zeros.map_err(|e| qzeros.error(e))?;
+        // Parts need not begin at a word.
+        let zeros = gptq::decode_zeros(&whole, &words(qzeros, whole.qzeros()[1]), encoding);
+        let zeros = module.cut(Cow::Owned(zeros.map_err(|e| qzeros.error(e))?)).into_owned();
         let floats = Cow::Owned(scales.floats().unwrap_or_default());
-        let floats = first_columns(floats, scales.shape()[1], shape.out_features).into_owned();
+        let floats = module.cut(first_columns(floats, scales.shape()[1], whole.out_features)).into_owned();
         let g_idx = self.tensor(&format!("{}.g_idx", module.name));
         let index = g_idx.and_then(|tensor| tensor.integers());
         let stated = module.stated_group_size;
@@ -90,7 +92,7 @@ impl Checkpoint {
             q_groups: &q_groups.i16s().unwrap_or_default(),
         };
         let unpacked = exl2::Matrix::unpack(tensors, stored.stored_out_features).and_then(|matrix| {
-            matrix.check_padding(module.out_features)?;
+            matrix.check_padding(module.whole_out_features)?;
             Ok(matrix)
         });
         unpacked.map_err(|e| match self.need(module, tensor_of(&e)) {
@@ -105,7 +107,7 @@ impl Checkpoint {
     /// [`Fault::OtherLayout`] for another layout.
     pub fn dense(&self, module: &Module) -> Result<Vec<f32>, Error> {
         let Layout::Dense { .. } = &module.layout else { return Err(self.other_layout(module, "dense")) };
-        let floats = self.need(module, "weight")?.floats().unwrap_or_default();
+        let floats = module.cut_rows(self.need(module, "weight")?.floats().unwrap_or_default());
         Ok(transpose(&floats, module.out_features, module.in_features))
     }
 
@@ -119,15 +121,14 @@ impl Checkpoint {
             Layout::Gptq(_) => Ok(self.gptq(module)?.dequantize()),
             Layout::Exl2(stored) => {
                 let weights = self.exl2(module)?.dequantize();
-                if stored.stored_out_features == module.out_features {
-                    return Ok(weights);
-                }
-                let rows = weights.chunks_exact(stored.stored_out_features);
-                Ok(rows.flat_map(|row| &row[..module.out_features]).copied().collect())
+                let whole =
+                    first_columns(Cow::Owned(weights), stored.stored_out_features, module.whole_out_features);
+                Ok(module.cut(whole).into_owned())
             }
             Layout::Dense { .. } => {
                 let weight = self.need(module, "weight")?;
                 if let Some(halves) = weight.f16s() {
+                    let halves = module.cut_rows(halves.into_owned());
                     return Ok(transpose(&halves, module.out_features, module.in_features));
                 }
                 let floats = self.dense(module)?;
@@ -159,8 +160,8 @@ impl Checkpoint {
             return Ok(None);
         }
         let mut bias = self.need(module, "bias")?.floats().unwrap_or_default();
-        bias.truncate(module.out_features);
-        Ok(Some(bias))
+        bias.truncate(module.whole_out_features);
+        Ok(Some(module.cut(Cow::Owned(bias)).into_owned()))
     }
 
     fn need(&self, module: &Module, suffix: &str) -> Result<TensorView<'_>, Error> {
@@ -176,6 +177,24 @@ impl Checkpoint {
         let name = format!("{}.{}", module.name, module.layout.suffixes()[0]);
         let file = self.tensor(&name).map_or(self.shards.list_of_tensors(), |tensor| tensor.file());
         Error::tensor(file, name, fault)
+    }
+}
+
+impl Module {
+    /// Of rows as long as the stored module's, the elements that are this part's.
+    pub(crate) fn cut<'a, T: Copy>(&self, rows: Cow<'a, [T]>) -> Cow<'a, [T]> {
+        match &self.columns {
+            None => rows,
+            Some(columns) => Cow::Owned(columns.of(&rows, self.whole_out_features)),
+        }
+    }
+
+    /// Of a dense weight, `[out_features, in_features]`, the rows that are this part's.
+    fn cut_rows<T: Copy>(&self, weight: Vec<T>) -> Vec<T> {
+        match &self.columns {
+            None => weight,
+            Some(columns) => columns.rows_of(&weight, self.in_features),
+        }
     }
 }
 

@@ -70,6 +70,9 @@ pub(super) struct Arguments {
     /// What a stored zero point of only ones means in an asymmetric v1 file that GPTQModel didn't write.
     #[arg(long, value_name = "MEANING", value_enum)]
     all_ones: Option<Ones>,
+    /// Convert an architecture that isn't known as a Llama, which exllamav2 takes it for.
+    #[arg(help_heading = "EXL2 output", long)]
+    any_arch: bool,
     /// Convention of the source's stored zero points, where files contradict themselves.
     #[arg(long, value_name = "CONVENTION", value_enum)]
     source_zeros: Option<Zeros>,
@@ -197,6 +200,7 @@ impl Arguments {
         let options = OpenOptions {
             all_ones: self.all_ones.map(AllOnes::from),
             zeros: self.source_zeros.map(Into::into),
+            any_arch: self.any_arch,
         };
         let checkpoint = Checkpoint::open(&self.source, &options)?;
         let progress = Progress::new(self.progress);
@@ -304,7 +308,8 @@ impl Arguments {
         }
         let converted = Checkpoint::open(complete, &OpenOptions::default())?;
         let mut found = self.measure.validate(source, &converted, &self.measure.options(), progress)?;
-        found.converted.name = out.file_name().map_or(String::new(), |name| name.to_string_lossy().into_owned());
+        found.converted.name =
+            out.file_name().map_or(String::new(), |name| name.to_string_lossy().into_owned());
         let check = Check {
             rejected: !found.is_good(),
             files: vec![(VALIDATION_FILE.into(), validate::to_json(&found).into_bytes())],
@@ -385,6 +390,7 @@ impl Arguments {
             (!self.set.is_empty(), "--set"),
             (!self.min.is_empty(), "--min"),
             (self.dense_members.is_some(), "--dense-members"),
+            (self.any_arch, "--any-arch"),
         ];
         let gptq = [
             (self.zeros.is_some(), "--zeros"),

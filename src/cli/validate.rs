@@ -97,7 +97,11 @@ impl Measure {
     /// Whether a flag was given that needs a validation.
     pub(super) fn is_given(&self) -> bool {
         let gates = self.gates();
-        self.text.is_some() || self.token_ids.is_some() || self.window.is_some() || self.bos || !gates.is_empty()
+        self.text.is_some()
+            || self.token_ids.is_some()
+            || self.window.is_some()
+            || self.bos
+            || !gates.is_empty()
     }
 
     fn gates(&self) -> Gates {
@@ -140,7 +144,10 @@ impl Measure {
 impl Arguments {
     pub(super) fn run(&self, json: bool) -> Result<(), Failure> {
         if self.layers.is_some() && self.swap_in == Switch::Off {
-            return Err(Failure::usage("--layers says which layers --swap-in measures".into(), "add --swap-in on"));
+            return Err(Failure::usage(
+                "--layers says which layers --swap-in measures".into(),
+                "add --swap-in on",
+            ));
         }
         let options = OpenOptions { all_ones: self.all_ones.map(AllOnes::from), ..OpenOptions::default() };
         let of_source = OpenOptions { zeros: self.source_zeros.map(Into::into), ..options };
@@ -224,7 +231,11 @@ pub(super) fn text(validation: &Validation) -> String {
     let worst = validation.layers.iter().max_by(|a, b| error(a).total_cmp(&error(b)));
     if let Some(layer) = worst.filter(|layer| error(layer) > 0.0) {
         let of = if layer.output.is_some() { "outputs" } else { "weights" };
-        lines.push(format!("  worst layer    {}: its {of} are off by {:.2} %", layer.source, error(layer) * 100.0));
+        lines.push(format!(
+            "  worst layer    {}: its {of} are off by {:.2} %",
+            layer.source,
+            error(layer) * 100.0
+        ));
     }
     let alone = validation.layers.iter().filter_map(|layer| Some((layer, layer.swap_in?)));
     if let Some((layer, swap)) = alone.max_by(|a, b| a.1.kl.total_cmp(&b.1.kl)) {
@@ -263,7 +274,8 @@ fn reason(validation: &Validation) -> String {
     match (validation.verdict, validation.non_finite) {
         (Verdict::Broken, _) => {
             let broken = validation.layers.iter().filter(|layer| layer.fault.is_some()).count();
-            let first = validation.layers.iter().find_map(|layer| Some((&layer.converted, layer.fault.as_ref()?)));
+            let first =
+                validation.layers.iter().find_map(|layer| Some((&layer.converted, layer.fault.as_ref()?)));
             let first = first.map_or(String::new(), |(name, fault)| format!("{name}: {}", fault_text(fault)));
             match broken {
                 0 | 1 => format!("broken: {first}"),

@@ -22,6 +22,9 @@ pub(super) struct Arguments {
     /// Convention of the source's stored zero points, if the conversion was told.
     #[arg(long, value_name = "CONVENTION", value_enum, requires = "against")]
     source_zeros: Option<super::convert::Zeros>,
+    /// Read an architecture that isn't known as a Llama, if the conversion was told.
+    #[arg(long)]
+    any_arch: bool,
     /// How progress is shown.
     #[arg(long, value_enum, default_value_t = Style::Auto)]
     progress: Style,
@@ -33,7 +36,8 @@ impl Arguments {
             let message = format!("{} has no {REPORT_FILE}, so that nothing is claimed", self.dir.display());
             return Err(Failure::usage(message, "without --against, what readers ask of it is checked"));
         }
-        let options = OpenOptions { all_ones: self.all_ones.map(Into::into), ..OpenOptions::default() };
+        let all_ones = self.all_ones.map(Into::into);
+        let options = OpenOptions { all_ones, any_arch: self.any_arch, ..OpenOptions::default() };
         let of_source = OpenOptions { zeros: self.source_zeros.map(Into::into), ..options };
         let source = self.against.as_ref().map(|dir| Checkpoint::open(dir, &of_source)).transpose()?;
         let progress = Progress::new(self.progress);

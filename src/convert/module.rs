@@ -3,7 +3,6 @@
 use super::Error;
 use super::relayout;
 use super::report::{Exactness, ReportModule, TensorOrigin};
-use crate::arch::EMBEDDING;
 use crate::checkpoint::{Checkpoint, Layout, Module, TensorView, transpose};
 use crate::output::{ShardWriter, TensorSpec};
 use crate::plan::{Decision, Exl2Decision, PlannedModule, PlannedTensor, specs};
@@ -21,13 +20,13 @@ pub(super) fn convert(
     writer: &ShardWriter,
     origins: &mut Vec<TensorOrigin>,
 ) -> Result<ReportModule, crate::Error> {
-    let module = checkpoint.module(&planned.source);
+    let module = checkpoint.part(&planned.source, planned.columns.as_ref());
     let weight_sources: Vec<String> = match module {
         Some(module) => module
             .tensor_names()
             .filter(|name| !name.ends_with(".bias") && checkpoint.tensor(name).is_some())
             .collect(),
-        None => vec![EMBEDDING.into()],
+        None => vec![format!("{}.weight", planned.source)],
     };
     let (mut relative_error, mut row_order, mut columns) = (0.0, None, None);
     let exactness = match (&planned.decision, module) {
@@ -57,11 +56,12 @@ pub(super) fn convert(
             None => (weight_sources.clone(), exactness),
             Some(_) => {
                 let source = format!("{}.bias", planned.source);
-                let exactness = write_bias(checkpoint, &source, &spec, columns.as_ref(), writer)?;
+                let order = columns.as_ref();
+                let exactness = write_bias(checkpoint, module, &source, &spec, order, writer)?;
                 (vec![source], exactness)
             }
         };
-        origins.push(TensorOrigin { name: spec.name, sources, exactness });
+        origins.push(TensorOrigin { name: spec.name, sources, columns: planned.columns.clone(), exactness });
     }
     Ok(ReportModule::new(checkpoint, planned, relative_error, exactness, row_order))
 }
@@ -69,6 +69,7 @@ pub(super) fn convert(
 /// Writes a bias in the type of `spec`, in another order where the module's columns have one.
 fn write_bias(
     checkpoint: &Checkpoint,
+    module: Option<&Module>,
     source: &str,
     spec: &TensorSpec,
     columns: Option<&Permutation>,
@@ -78,7 +79,11 @@ fn write_bias(
     let (bytes, exactness) = bytes_as(tensor, spec.dtype)?;
     // Columns that only pad have a bias of 0, which goes with them.
     let size = spec.dtype.bitsize() / 8;
-    let bytes = &bytes[..spec.shape[0] * size];
+    let part = module.and_then(Module::columns);
+    let bytes = match part {
+        Some(columns) => &columns.rows_of(&bytes, size),
+        None => &bytes[..spec.shape[0] * size],
+    };
     match columns {
         None => writer.write(&spec.name, bytes)?,
         Some(order) => {
@@ -89,7 +94,7 @@ fn write_bias(
         }
     }
     let exactness = match exactness {
-        Exactness::Identical if columns.is_some() => Exactness::Exact,
+        Exactness::Identical if columns.is_some() || part.is_some() => Exactness::Exact,
         other => other,
     };
     Ok(exactness)
@@ -107,7 +112,7 @@ pub(super) fn write_dense_tensor(
         let (bytes, exactness) = bytes_as(view, tensor.dtype)?;
         writer.write(&tensor.name, &bytes)?;
         let sources = vec![tensor.source.clone()];
-        origins.push(TensorOrigin { name: tensor.name.clone(), sources, exactness });
+        origins.push(TensorOrigin { name: tensor.name.clone(), sources, columns: None, exactness });
     }
     Ok(())
 }
@@ -160,10 +165,17 @@ fn write_dense(
     let name = format!("{}.weight", planned.name);
     if let Some(tensor) = checkpoint.tensor(&format!("{}.weight", planned.source)) {
         let (bytes, exactness) = bytes_as(tensor, dtype)?;
-        writer.write(&name, &bytes)?;
-        return Ok(exactness);
+        let Some(columns) = &planned.columns else {
+            writer.write(&name, &bytes)?;
+            return Ok(exactness);
+        };
+        // Other bytes than the source's, as it has others between them.
+        writer.write(&name, &columns.rows_of(&bytes, planned.in_features * dtype.bitsize() / 8))?;
+        return Ok(exactness.max(Exactness::Exact));
     }
-    let Some(module) = checkpoint.module(&planned.source) else { return Ok(Exactness::Exact) };
+    let Some(module) = checkpoint.part(&planned.source, planned.columns.as_ref()) else {
+        return Ok(Exactness::Exact);
+    };
     let (k, n) = (planned.in_features, planned.out_features);
     if dtype != Dtype::BF16 {
         let weights = checkpoint.dequantize(module)?;
@@ -186,7 +198,7 @@ fn write_exl2(
     decision: &Exl2Decision,
     writer: &ShardWriter,
 ) -> Result<f64, crate::Error> {
-    let module = checkpoint.module(&planned.source);
+    let module = checkpoint.part(&planned.source, planned.columns.as_ref());
     let source = quantizer_source(checkpoint, planned, module, decision)?;
     let broken = |source| Error::Matrix { module: planned.source.clone(), source };
     let cut = source.cut(decision.group_size);
@@ -218,7 +230,7 @@ fn quantizer_source(
             checkpoint.dequantize(module)?.into_iter().map(f16::to_f32).collect()
         }
         Some(module) => checkpoint.dense(module)?,
-        None => match checkpoint.tensor(EMBEDDING) {
+        None => match checkpoint.tensor(&format!("{}.weight", planned.source)) {
             Some(embedding) => transpose(&floats(embedding)?, n, k),
             None => Vec::new(),
         },

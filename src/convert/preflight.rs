@@ -2,7 +2,6 @@
 
 use super::Error;
 use super::module::{floats, not_finite};
-use crate::arch::EMBEDDING;
 use crate::checkpoint::{Checkpoint, Layout, TensorView};
 use crate::plan::{BiasDecision, Decision, DenseType, Plan, PlannedModule};
 use crate::progress::Observer;
@@ -11,6 +10,7 @@ use crate::warning::{Warning, WarningCode};
 use half::f16;
 use rayon::prelude::*;
 use safetensors::Dtype;
+use std::collections::BTreeSet;
 
 /// Checks all tensors that are stored as fp16, and that every weight decodes to a finite fp16. Gives a
 /// warning for each tensor that fp16 rounds, and for scales that are too small for it.
@@ -27,12 +27,17 @@ pub(super) fn check(
             halves.push(format!("{}.bias", module.source));
         }
     }
-    // A tied head is made of the embedding, which is in the list already.
-    halves.dedup_by(|a, b| a == b && a == EMBEDDING);
+    // A tied head is made of the embedding, several linears of a fused one.
+    let mut seen = BTreeSet::new();
+    halves.retain(|name| seen.insert(name.clone()));
     let views: Vec<TensorView<'_>> = halves.iter().filter_map(|name| checkpoint.tensor(name)).collect();
     let mut warnings: Vec<Option<Warning>> =
         views.par_iter().map(|&tensor| rounding(tensor)).collect::<Result<_, _>>()?;
+    let mut seen = BTreeSet::new();
     for module in plan.modules.iter().filter(|module| becomes_half(module)) {
+        if !seen.insert(module.source.as_str()) {
+            continue;
+        }
         if observer.cancelled() {
             return Err(crate::Error::Cancelled);
         }

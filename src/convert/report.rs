@@ -1,5 +1,6 @@
 //! `report.json`: what was converted, how exactly, and from what.
 
+use crate::arch::Columns;
 use crate::checkpoint::{Checkpoint, Layout};
 use crate::output::{ShardFile, SideFiles};
 use crate::plan::{
@@ -78,6 +79,9 @@ pub struct ReportModule {
     pub name: String,
     /// Name in the source.
     pub source: String,
+    /// Of a linear that is fused with others in the source: its columns there, as ranges `[begin, end]`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub columns: Option<Columns>,
     /// k.
     pub in_features: usize,
     /// n.
@@ -124,6 +128,9 @@ pub struct TensorOrigin {
     pub name: String,
     /// Tensors of the source that it was made of.
     pub sources: Vec<String>,
+    /// Of a linear that is fused with others in the source: the columns of the weight that it was made of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub columns: Option<Columns>,
     /// What happened to it.
     pub exactness: Exactness,
 }
@@ -136,7 +143,7 @@ impl ReportModule {
         exactness: Exactness,
         row_order: Option<Vec<u32>>,
     ) -> Self {
-        let before = checkpoint.module(&planned.source).map(|module| module.layout());
+        let before = checkpoint.part(&planned.source, planned.columns.as_ref()).map(|module| module.layout());
         let (group_size, widths, straddling_groups) = match &planned.decision {
             Decision::Kept | Decision::Dense(_) => (None, Vec::new(), 0),
             Decision::Gptq(d) => (Some(d.group_size), vec![(d.bits.get(), planned.in_features)], 0),
@@ -156,6 +163,7 @@ impl ReportModule {
         Self {
             name: planned.name.clone(),
             source: planned.source.clone(),
+            columns: planned.columns.clone(),
             in_features: planned.in_features,
             out_features: planned.out_features,
             stored_out_features: planned.stored_out_features(),

@@ -38,6 +38,7 @@ pub struct Config {
 ///   exllamav2 looks; newer files have them in `rope_parameters`, which stays.
 /// - `rope_scaling` has one of `type` and `rope_type`: with both exllamav2 stops.
 /// - `dtype` and `torch_dtype` say float16.
+/// - Keys that it insists on and newer files name otherwise, or leave out, are added (`add_keys`).
 ///
 /// All other keys stay as and where they are.
 pub fn exl2_config(source: &Map<String, Value>, facts: &Exl2Facts) -> Config {
@@ -62,6 +63,7 @@ pub fn exl2_config(source: &Map<String, Value>, facts: &Exl2Facts) -> Config {
         json.insert("tie_word_embeddings".to_owned(), false.into());
     }
     note_architectures(&json, &mut notes);
+    add_keys(&mut json);
     rope::to_top_level(&mut json, &mut notes);
     note_sliding_window(&json, &mut notes);
     Config { json, notes }
@@ -232,6 +234,39 @@ fn quantization_config(facts: &Exl2Facts) -> Value {
         "head_bits": facts.head_bits,
         "calibration": { "rows": 0, "length": 0, "dataset": "(none)" },
     })
+}
+
+/// Adds what exllamav2 doesn't load a model without, where the source says it in other words:
+/// `layer_norm_epsilon` (Starcoder2 has `norm_epsilon`), `n_inner` (GPTBigCode leaves it out where it is four
+/// times `n_embd`), and of `vision_config` `rope_theta` (newer files have it in `rope_parameters`) and
+/// `spatial_patch_size` (Qwen2-VL's, the same as `patch_size`).
+fn add_keys(json: &mut Map<String, Value>) {
+    let missing = |json: &Map<String, Value>, key: &str| json.get(key).is_none_or(Value::is_null);
+    let arch = arch::find(json);
+    if let Some(epsilon) = json.get("norm_epsilon").cloned()
+        && missing(json, "layer_norm_epsilon")
+    {
+        json.insert("layer_norm_epsilon".into(), epsilon);
+    }
+    if arch.is_some_and(|arch| arch.learned_positions)
+        && missing(json, "n_inner")
+        && missing(json, "intermediate_size")
+        && let Some(hidden) = json.get("n_embd").and_then(Value::as_u64)
+    {
+        json.insert("n_inner".into(), (4 * hidden).into());
+    }
+    let Some(Value::Object(vision)) = json.get_mut("vision_config") else { return };
+    let theta = vision.get("rope_parameters").and_then(|rope| rope.get("rope_theta")).and_then(Value::as_f64);
+    if let Some(theta) = theta.filter(|_| missing(vision, "rope_theta")) {
+        vision.insert("rope_theta".into(), theta.into());
+    }
+    let is_qwen = json.get("model_type").and_then(Value::as_str).is_some_and(|t| t.starts_with("qwen2"));
+    if let Some(Value::Object(vision)) = json.get_mut("vision_config").filter(|_| is_qwen)
+        && missing(vision, "spatial_patch_size")
+        && let Some(size) = vision.get("patch_size").cloned()
+    {
+        vision.insert("spatial_patch_size".into(), size);
+    }
 }
 
 fn note_architectures(json: &Map<String, Value>, notes: &mut Vec<ConfigNote>) {

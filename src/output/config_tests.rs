@@ -340,3 +340,24 @@ fn text_is_indented_by_two_and_ends_in_a_newline() {
     let json = object(json!({ "b": [1], "a": { "c": 1e-6 } }));
     assert_eq!(config_json(&json), "{\n  \"b\": [\n    1\n  ],\n  \"a\": {\n    \"c\": 1e-6\n  }\n}\n");
 }
+
+#[test]
+fn keys_that_exllamav2_insists_on_are_added() {
+    let facts = Exl2Facts { bpw: 4.0, head_bits: 16, untied: false };
+    let converted = |source: Value| exl2_config(source.as_object().unwrap(), &facts).json;
+    let starcoder = converted(json!({"architectures": ["Starcoder2ForCausalLM"], "norm_epsilon": 1e-5}));
+    assert_eq!(starcoder["layer_norm_epsilon"], 1e-5);
+    let bigcode = json!({"architectures": ["GPTBigCodeForCausalLM"], "n_embd": 64, "n_inner": null});
+    assert_eq!(converted(bigcode)["n_inner"], 256);
+    let pixtral = json!({
+        "architectures": ["LlavaForConditionalGeneration"],
+        "vision_config": {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "patch_size": 16}
+    });
+    let vision = &converted(pixtral)["vision_config"];
+    assert_eq!((&vision["rope_theta"], vision.get("spatial_patch_size")), (&json!(10000.0), None));
+    let qwen = json!({
+        "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl",
+        "vision_config": {"patch_size": 14}
+    });
+    assert_eq!(converted(qwen)["vision_config"]["spatial_patch_size"], 14);
+}

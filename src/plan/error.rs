@@ -61,6 +61,12 @@ pub enum Error {
         /// Name in the source.
         module: String,
     },
+    /// A dense linear of an architecture that stores these transposed.
+    #[error("dense linears of this architecture are stored transposed, which is not supported")]
+    TransposedDense {
+        /// Name in the source.
+        module: String,
+    },
     /// A bias on the output head.
     #[error("the output head has a bias, which exllamav2 does not support")]
     HeadBias,
@@ -197,6 +203,7 @@ impl Diagnose for Error {
             Self::UnexpectedBias { .. } => "plan.unexpected_bias",
             Self::MissingBias { .. } => "plan.missing_bias",
             Self::MissingModule { .. } => "plan.missing_module",
+            Self::TransposedDense { .. } => "plan.transposed_dense",
             Self::HeadBias => "plan.head_bias",
             Self::NotFinite { .. } => "plan.not_finite",
             Self::HeadSize { .. } => "plan.head_size",
@@ -241,6 +248,7 @@ impl Diagnose for Error {
             | Self::UnexpectedBias { tensor: module, .. }
             | Self::MissingBias { tensor: module }
             | Self::MissingModule { module }
+            | Self::TransposedDense { module }
             | Self::RulesDisagree { module, .. }
             | Self::GroupSplit { module, .. }
             | Self::TooNarrow { module, .. }
@@ -256,8 +264,12 @@ impl Diagnose for Error {
     fn hint(&self) -> Option<String> {
         Some(match self {
             Self::Architecture { .. } => {
-                let names: Vec<&str> = crate::arch::ARCHITECTURES.iter().map(|a| a.name).collect();
-                format!("these can: {}", names.join(", "))
+                let known = crate::arch::ARCHITECTURES.iter().filter(|a| a.exllamav2);
+                let names: Vec<&str> = known.map(|a| a.name).collect();
+                format!(
+                    "these can: {}; --any-arch converts another as a Llama, which exllamav2 takes it for",
+                    names.join(", ")
+                )
             }
             Self::NothingToQuantize => {
                 "the source has no quantized module of sizes that EXL2 can hold (multiples of 32)".into()
@@ -292,6 +304,7 @@ impl Diagnose for Error {
             Self::ScaleOverflow { .. } => "leave --for out: scales then keep their type".into(),
             Self::ScaleRounded { .. } => "--allow-rounding rounds and reports them; without --for they keep their type".into(),
             Self::ReaderRefuses { objection, .. } => objection.hint().into(),
+            Self::TransposedDense { .. } => "a source whose decoder is all GPTQ can become EXL2 or GPTQ".into(),
             Self::HeadBias | Self::Pattern { .. } | Self::RulesDisagree { .. } => return None,
         })
     }

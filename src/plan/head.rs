@@ -3,7 +3,7 @@
 use super::options::{stored_bits, straddling};
 use super::sets::zero_bias_dropped;
 use super::{BiasDecision, Decision, DenseType, Error, Exl2Decision, PlanOptions, PlannedModule, Target};
-use crate::arch::{Dims, EMBEDDING, HEAD};
+use crate::arch::{Architecture, Dims};
 use crate::checkpoint::{Bias, Checkpoint, Layout};
 use crate::quantize::RowOrder;
 use crate::warning::{Warning, WarningCode};
@@ -15,11 +15,13 @@ const GROUP_SIZE: usize = 64;
 /// The head's module, if the output has one of its own.
 pub(super) fn plan(
     checkpoint: &Checkpoint,
+    arch: &Architecture,
     dims: &Dims,
     options: &PlanOptions,
     warnings: &mut Vec<Warning>,
 ) -> Result<Option<PlannedModule>, Error> {
-    let module = checkpoint.module(HEAD);
+    let (naming, name) = (checkpoint.naming(), arch.exl2_names().head);
+    let module = checkpoint.module(naming.head);
     if let Some(module) = module {
         if module.bias() == Some(Bias::NonZero) {
             return Err(Error::HeadBias);
@@ -31,7 +33,7 @@ pub(super) fn plan(
     let own = module.filter(|_| !checkpoint.head_is_tied_copy());
     let source = match (own, options.head_bits) {
         (Some(module), _) => module.name(),
-        (None, Some(_)) => EMBEDDING.trim_end_matches(".weight"),
+        (None, Some(_)) => naming.embedding,
         (None, None) => return Ok(None),
     };
     let (k, n) = (dims.hidden, dims.vocab);
@@ -62,7 +64,7 @@ pub(super) fn plan(
     {
         warnings.push(Warning {
             code: WarningCode::HeadDequantized,
-            subject: HEAD.into(),
+            subject: naming.head.into(),
             message: format!(
                 "quantized in the source: stored as fp16, exactly as decoded, {} bits; --head-bits makes it smaller",
                 16 * k * n
@@ -71,7 +73,7 @@ pub(super) fn plan(
     }
     let bias = match module.and_then(|m| m.bias()) {
         Some(_) => {
-            warnings.push(zero_bias_dropped(HEAD));
+            warnings.push(zero_bias_dropped(naming.head));
             BiasDecision::DroppedZeros
         }
         None => BiasDecision::None,
@@ -81,8 +83,10 @@ pub(super) fn plan(
         _ => 16 * (k * n) as u64,
     };
     Ok(Some(PlannedModule {
-        name: HEAD.into(),
+        name: name.into(),
         source: source.into(),
+        columns: None,
+        head: true,
         in_features: k,
         out_features: n,
         decision,

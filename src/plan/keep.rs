@@ -76,13 +76,14 @@ pub(super) fn solve_with_kept(
     let mut members: Vec<Vec<usize>> = Vec::new();
     for set in sets(jobs) {
         let any_kept = |&job: &usize| (0..open[job].len()).any(|i| is_kept(job, i));
-        let whole = set.len() == 3 && set.iter().all(any_kept);
-        if set.len() == 3 {
+        let whole = set.len() > 1 && set.iter().all(any_kept);
+        if set.len() > 1 {
             let free = |job: usize| -> Vec<(Choice, usize)> {
                 let may = |i: &usize| jobs[job].member.linear.role == Role::Down || !is_kept(job, *i);
                 (0..open[job].len()).filter(may).map(|i| (choice(job, i), i)).collect()
             };
-            let mut options = hull_of_sums(&[free(set[0]), free(set[1]), free(set[2])]);
+            let lists: Vec<Vec<(Choice, usize)>> = set.iter().map(|&job| free(job)).collect();
+            let mut options = hull_of_sums(&lists);
             if whole {
                 let kept: Vec<usize> = set
                     .iter()

@@ -27,7 +27,7 @@ pub use sets::{BiasDecision, DenseMembers};
 pub(crate) use tensors::{dense_spec, specs};
 pub use totals::{Objective, Totals};
 
-use crate::arch::HEAD;
+use crate::arch::{Columns, Dims};
 use crate::checkpoint::Checkpoint;
 use crate::progress::Observer;
 use crate::quantize::RowOrder;
@@ -155,6 +155,12 @@ pub struct PlannedModule {
     pub name: String,
     /// Name in the source.
     pub source: String,
+    /// Of a linear that is fused with others in the source: its columns there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub columns: Option<Columns>,
+    /// Whether it is the output head.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub head: bool,
     /// k.
     pub in_features: usize,
     /// n.
@@ -227,7 +233,7 @@ impl PlannedModule {
 
     /// Whether it is the output head, which is outside bpw.
     pub fn is_head(&self) -> bool {
-        self.name == HEAD
+        self.head
     }
 }
 
@@ -275,6 +281,10 @@ impl Plan {
             let found = checkpoint.config().get("architectures").map(ToString::to_string);
             return Err(Error::Architecture { found }.into());
         };
+        if !arch.exllamav2 {
+            let found = checkpoint.config().get("architectures").map(ToString::to_string);
+            return Err(Error::Architecture { found }.into());
+        }
         if let Target::Uniform { group_size: found, .. } = options.target
             && (found == 0 || found % ROW_UNIT != 0 || found > MAX_GROUP_ROWS)
         {
@@ -284,7 +294,7 @@ impl Plan {
         let (members, mut warnings) = sets::members(checkpoint, arch, dims, options)?;
         rules::check_used(&options.set, &members)?;
         rules::check_used(&options.min, &members)?;
-        let head = head::plan(checkpoint, dims, options, &mut warnings)?;
+        let head = head::plan(checkpoint, arch, dims, options, &mut warnings)?;
         let jobs: Vec<Job<'_>> =
             members.iter().map(|member| Job::new(member, options)).collect::<Result<_, _>>()?;
         let quantized: Vec<&Job<'_>> = jobs.iter().filter(|job| job.space.is_some()).collect();
@@ -310,14 +320,38 @@ impl Plan {
         let stored_bits: Vec<u64> = modules.iter().map(|m| m.stored_bits).collect();
         warnings.extend(sets::dense_members_quantized(&members, &stored_bits));
         warnings.extend(modules.iter().filter_map(straddling));
+        warnings.extend(multiplied(dims));
         let untied = dims.tied && head.is_some();
         modules.extend(head);
-        let dense_tensors: Vec<PlannedTensor> = (arch.dense_tensors(dims, checkpoint.naming()).into_iter())
+        let naming = checkpoint.naming();
+        let mut dense_tensors: Vec<PlannedTensor> = (arch.dense_tensors(dims, naming).into_iter())
             .map(|t| PlannedTensor { name: t.exl2_name, source: t.name, dtype: Dtype::F16, shape: t.shape })
             .collect();
+        dense_tensors.extend(checkpoint.other_tensors().filter_map(|tensor| {
+            Some(PlannedTensor {
+                name: arch.other_exl2_name(naming, tensor.name())?,
+                source: tensor.name().into(),
+                dtype: tensor.dtype(),
+                shape: tensor.shape().to_vec(),
+            })
+        }));
         let totals = Totals::new(checkpoint, &modules, &dense_tensors);
         Ok(Self { target: options.target, modules, totals, objective, warnings, dense_tensors, untied })
     }
+}
+
+/// `q_scale_max` times the factor is rounded to a multiple of 2⁻²⁴ at load: a part of the scale that grows as
+/// the factor and the scales shrink.
+fn multiplied(dims: &Dims) -> Option<Warning> {
+    (dims.residual_scale != 1.0).then(|| Warning {
+        code: WarningCode::ScalesMultiplied,
+        subject: "config.json".into(),
+        message: format!(
+            "exllamav2 multiplies the scales of o_proj and down_proj by {:.4} when it loads them, and rounds them \
+             again: at 6 and 8 bits their error is larger than measured here",
+            dims.residual_scale
+        ),
+    })
 }
 
 fn straddling(module: &PlannedModule) -> Option<Warning> {

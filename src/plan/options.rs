@@ -279,6 +279,8 @@ impl<'a> Job<'a> {
         let mut planned = PlannedModule {
             name: linear.exl2_name.clone(),
             source: linear.name.clone(),
+            columns: linear.columns.clone(),
+            head: false,
             in_features: linear.in_features,
             out_features: linear.out_features,
             decision: outcome.decision,

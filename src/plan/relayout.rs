@@ -111,6 +111,11 @@ impl Plan {
     /// What keeps a module from being decoded.
     pub fn to_dense(checkpoint: &Checkpoint, dtype: DenseType) -> Result<Self, crate::Error> {
         checkpoint.require_decodable()?;
+        if checkpoint.architecture().is_some_and(|arch| arch.transposed)
+            && let Some(module) = checkpoint.modules().iter().find(|module| !module.linears().is_empty())
+        {
+            return Err(Error::TransposedDense { module: module.name().into() }.into());
+        }
         let mut warnings = Vec::new();
         let modules = (checkpoint.modules().iter())
             .map(|module| planned(checkpoint, module, Decision::Dense(dtype), &mut warnings))
@@ -179,6 +184,8 @@ fn planned(
     let mut planned = PlannedModule {
         name: module.name().into(),
         source: module.name().into(),
+        columns: None,
+        head: module.name() == checkpoint.naming().head,
         in_features: module.in_features(),
         out_features: module.out_features(),
         decision,
@@ -442,6 +449,8 @@ fn folds(checkpoint: &Checkpoint, warnings: &mut Vec<Warning>) -> BTreeMap<Strin
         };
         let reason = if !equal {
             Some("its groups differ in size, so that no order makes g_idx sequential")
+        } else if producers.is_empty() {
+            Some("gate_proj and up_proj are one linear")
         } else if producers.iter().any(|m| !m.layout().is_quantized()) {
             Some("gate_proj or up_proj is dense")
         } else {

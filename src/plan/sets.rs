@@ -2,7 +2,7 @@
 //! all dense.
 
 use super::{Error, PlanOptions};
-use crate::arch::{Architecture, AttentionBias, Dims, Linear, Part};
+use crate::arch::{Architecture, AttentionBias, Dims, Linear, Part, Role};
 use crate::checkpoint::{Bias, Checkpoint, Layout, Module};
 use crate::warning::{Warning, WarningCode};
 use requant_formats::exl2::{MAX_ROWS, ROW_UNIT};
@@ -60,7 +60,7 @@ pub(super) fn members<'a>(
     let mut all: Vec<(Linear, &Module)> = Vec::new();
     for linear in arch.linears(dims, checkpoint.naming()) {
         // The reader has found all of them; a linear that is skipped would be a model without it.
-        let Some(module) = checkpoint.module(&linear.name) else {
+        let Some(module) = checkpoint.of_linear(&linear) else {
             return Err(Error::MissingModule { module: linear.name });
         };
         all.push((linear, module));
@@ -72,6 +72,9 @@ pub(super) fn members<'a>(
     for set in all.chunk_by(|(a, _), (b, _)| same_set(a, b)) {
         let treatments = treat(set, dense_source, options, &mut warnings)?;
         for ((linear, module), treatment) in set.iter().zip(treatments) {
+            if arch.transposed && (treatment == Treatment::Dense || is_dense(module)) {
+                return Err(Error::TransposedDense { module: module.name().into() });
+            }
             let bias = bias(arch, set, linear, module, &mut warnings)?;
             members.push(Member { linear: linear.clone(), module, treatment, bias });
         }
@@ -228,7 +231,10 @@ fn bias(
         (false, Some(Bias::NonZero)) => {
             let flag = match (linear.role.part(), arch.attention_bias) {
                 (Part::Attention, AttentionBias::ByConfig) => Some("attention_bias"),
-                (Part::Attention, AttentionBias::Qkv) => None,
+                (Part::Attention, AttentionBias::QkvByConfig) if linear.role != Role::O => {
+                    Some("attention_bias")
+                }
+                (Part::Attention, _) => None,
                 (Part::Mlp, _) => Some("mlp_bias"),
             };
             let way_out = flag.filter(|_| set.iter().all(|(_, m)| m.bias().is_some()));

@@ -80,7 +80,7 @@ impl PlannedModule {
             Decision::Exl2(_) | Decision::Gptq(_) => true,
             Decision::Dense(_) => false,
             Decision::Kept => checkpoint
-                .module(&self.source)
+                .part(&self.source, self.columns.as_ref())
                 .is_some_and(|module| !matches!(module.layout(), Layout::Dense { .. })),
         }
     }

@@ -1,5 +1,6 @@
 //! What `report.json` claims, as far as it is checked.
 
+use crate::arch::Columns;
 use crate::convert::report::{Exactness, SCHEMA, TensorOrigin};
 use crate::output::ShardFile;
 use serde::Deserialize;
@@ -31,6 +32,8 @@ pub(super) struct SideFiles {
 pub(super) struct ClaimedModule {
     pub(super) name: String,
     pub(super) source: String,
+    #[serde(default)]
+    pub(super) columns: Option<Columns>,
     pub(super) exactness: Exactness,
     pub(super) relative_error: f64,
     pub(super) row_order: Option<Vec<u32>>,

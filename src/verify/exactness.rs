@@ -2,7 +2,7 @@
 
 use super::claims::{ClaimedModule, Claims};
 use super::{Check, CheckKind, Fault};
-use crate::arch::EMBEDDING;
+use crate::arch::Columns;
 use crate::checkpoint::{Bias, Checkpoint, Layout, Module, TensorView};
 use crate::convert::report::{Exactness, TensorOrigin};
 use crate::progress::{Event, Observer};
@@ -25,7 +25,12 @@ pub(super) fn check(
     let mut comparison = Comparison { output, source, orders: BTreeMap::new(), faults: Vec::new() };
     comparison.orders(claims);
     comparison.coverage(claims);
-    let weights = claims.modules.iter().filter_map(|m| source.module(&m.source)).map(Module::weights).sum();
+    let weights = claims
+        .modules
+        .iter()
+        .filter_map(|m| source.part(&m.source, m.columns.as_ref()))
+        .map(Module::weights)
+        .sum();
     observer.event(&Event::Stage { name: "compare", modules: claims.modules.len(), weights });
     let by_stem: BTreeMap<&str, &ClaimedModule> =
         claims.modules.iter().map(|module| (module.name.as_str(), module)).collect();
@@ -41,7 +46,7 @@ pub(super) fn check(
             return Err(crate::Error::Cancelled);
         }
         comparison.module(claim)?;
-        let weights = source.module(&claim.source).map_or(0, Module::weights);
+        let weights = source.part(&claim.source, claim.columns.as_ref()).map_or(0, Module::weights);
         observer.event(&Event::Module { name: &claim.name, weights });
     }
     let checked = claims.tensors.len() + claims.modules.len();
@@ -65,7 +70,7 @@ impl<'a> Comparison<'a> {
     fn orders(&mut self, claims: &'a Claims) {
         for claim in &claims.modules {
             let Some(order) = &claim.row_order else { continue };
-            let k = self.source.module(&claim.source).map(Module::in_features);
+            let k = self.source.part(&claim.source, claim.columns.as_ref()).map(Module::in_features);
             match Permutation::new(order.clone()) {
                 Ok(order) if Some(order.len()) == k => {
                     self.orders.insert(&claim.source, order);
@@ -89,7 +94,17 @@ impl<'a> Comparison<'a> {
         let source = self.source;
         for module in source.modules() {
             // A copy of a tied embedding may be left out.
-            let copy = module.name() == crate::arch::HEAD && source.head_is_tied_copy();
+            let copy = module.name() == source.naming().head && source.head_is_tied_copy();
+            let parts: Vec<&Columns> = (claims.modules.iter())
+                .filter(|claim| claim.source == module.name())
+                .filter_map(|claim| claim.columns.as_ref())
+                .collect();
+            let n = module.out_features();
+            let within = parts.iter().filter(|columns| columns.end() <= n);
+            let columns: BTreeSet<usize> = within.flat_map(|columns| columns.iter()).collect();
+            if !parts.is_empty() && !(0..n).eq(columns) {
+                self.fault(module.name(), "the report's modules don't hold all of its columns");
+            }
             if !modules.contains(module.name()) && !copy {
                 self.fault(module.name(), "the source has this module; the report doesn't");
             }
@@ -147,7 +162,8 @@ impl<'a> Comparison<'a> {
                 return;
             }
         };
-        if let Some(message) = differs(found, wanted, order, origin.exactness) {
+        let columns = module.and_then(|module| module.columns.as_ref()).filter(|_| is_bias);
+        if let Some(message) = differs(found, wanted, order, columns, origin.exactness) {
             self.fault(&origin.name, message);
         }
     }
@@ -160,7 +176,11 @@ impl<'a> Comparison<'a> {
             self.fault(&claim.name, "the report lists it, but it is missing");
             return Ok(());
         };
-        let source = self.source.module(&claim.source);
+        let source = self.source.part(&claim.source, claim.columns.as_ref());
+        if source.is_none() && claim.columns.is_some() {
+            self.fault(&claim.name, "the report gives it columns that no linear of the source has");
+            return Ok(());
+        }
         let columns = match claim.decision.columns_follow.as_deref() {
             None => None,
             Some(down) => match self.orders.get(down) {
@@ -205,7 +225,11 @@ impl<'a> Comparison<'a> {
             return Ok(self.source.decoded(module)?);
         }
         let (k, n) = (found.in_features(), found.out_features());
-        let embedding = self.source.tensor(EMBEDDING).and_then(|tensor| tensor.floats()).unwrap_or_default();
+        let embedding = self
+            .source
+            .tensor(&self.source.naming().embedding_weight())
+            .and_then(|tensor| tensor.floats())
+            .unwrap_or_default();
         Ok((0..k * n).map(|i| embedding.get(i % n * k + i / n).copied().unwrap_or(f32::NAN)).collect())
     }
 
@@ -295,10 +319,15 @@ fn differs(
     found: TensorView<'_>,
     wanted: TensorView<'_>,
     order: Option<&Permutation>,
+    columns: Option<&Columns>,
     claimed: Exactness,
 ) -> Option<String> {
-    if found.shape() != wanted.shape() || order.is_some_and(|order| [order.len()] != *wanted.shape()) {
-        return Some(format!("its shape is {:?}, the source's {:?}", found.shape(), wanted.shape()));
+    let shape = columns.map_or(wanted.shape().to_vec(), |columns| vec![columns.count()]);
+    if columns.is_some_and(|columns| columns.end() > wanted.info().elements()) {
+        return Some("the report gives it columns beyond the source's".into());
+    }
+    if found.shape() != shape || order.is_some_and(|order| [order.len()] != *wanted.shape()) {
+        return Some(format!("its shape is {:?}, the source's {shape:?}", found.shape()));
     }
     if claimed == Exactness::Identical {
         let same = found.dtype() == wanted.dtype() && found.bytes() == wanted.bytes();
@@ -307,6 +336,7 @@ fn differs(
     let (Some(values), Some(source)) = (found.floats(), wanted.floats()) else {
         return Some(format!("{:?} can't be compared with {:?}", found.dtype(), wanted.dtype()));
     };
+    let source = columns.map_or(source.clone(), |columns| columns.of(&source, source.len()));
     (0..values.len()).find_map(|i| {
         let value = source[order.map_or(i, |order| order.map()[i] as usize)];
         let wanted = match claimed {

@@ -68,7 +68,9 @@ impl Checker<'_> {
                 }
                 _ => {}
             }
-        } else if name == crate::arch::HEAD && module.bias().is_some() {
+        } else if !module.linears().is_empty() && module.layout().is_quantized() {
+            self.fault(name, "exllamav2 can't split a fused linear that is quantized");
+        } else if name == self.checkpoint.naming().head && module.bias().is_some() {
             self.fault(&format!("{name}.bias"), "exllamav2 expects no bias here");
         }
         let names: Vec<String> = module.tensor_names().collect();
@@ -193,8 +195,9 @@ impl Checker<'_> {
 
     fn head(&mut self) {
         let Some(dims) = self.checkpoint.dims() else { return };
-        if !dims.tied && self.checkpoint.module(crate::arch::HEAD).is_none() {
-            self.fault(crate::arch::HEAD, "there is no head, and the embedding isn't tied");
+        let head = self.checkpoint.naming().head;
+        if !dims.tied && self.checkpoint.module(head).is_none() {
+            self.fault(head, "there is no head, and the embedding isn't tied");
         }
     }
 

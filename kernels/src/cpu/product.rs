@@ -1,0 +1,137 @@
+//! Products with a weight, decoded panel by panel.
+
+use super::Tensor;
+use crate::weight::{DenseType, Weight};
+use faer::{Accum, MatMut, MatRef, Par};
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+/// Elements of a weight in fp32 at a time: 64 MiB.
+const PANEL: usize = 1 << 24;
+/// Rows of activations of a task.
+const ROWS: usize = 256;
+/// Columns of a task.
+const COLUMNS: usize = 256;
+
+/// The decoded weight `[k, n]` without padding.
+pub(super) fn decode(weight: &Weight) -> Vec<f16> {
+    match weight {
+        Weight::Gptq(matrix) => matrix.dequantize(),
+        Weight::Exl2 { matrix, out_features } => {
+            let stored = matrix.out_features();
+            let decoded = matrix.dequantize();
+            if stored == *out_features {
+                return decoded;
+            }
+            decoded.chunks_exact(stored).flat_map(|row| &row[..*out_features]).copied().collect()
+        }
+        Weight::Dense(dense) => {
+            let (k, n) = (dense.in_features, dense.out_features);
+            let mut decoded = vec![f16::ZERO; k * n];
+            let mut row = vec![0.0; k];
+            for column in 0..n {
+                dense.widen_rows(column..column + 1, &mut row);
+                for (i, &value) in row.iter().enumerate() {
+                    decoded[i * n + column] = f16::from_f32(value);
+                }
+            }
+            decoded
+        }
+    }
+}
+
+/// `y = x · weight`.
+pub(super) fn multiply(x: &Tensor, weight: &Weight, y: &mut Tensor) {
+    let (k, n) = (weight.in_features(), weight.out_features());
+    if x.rows == 0 || k == 0 || n == 0 {
+        return;
+    }
+    let width = (PANEL / k).clamp(1, n);
+    if let Weight::Dense(dense) = weight {
+        // Stored [n, k]: a panel of columns is a run of rows.
+        let mut panel = vec![0.0; width * k];
+        for first in (0..n).step_by(width) {
+            let count = width.min(n - first);
+            let panel = &mut panel[..count * k];
+            panel.par_chunks_mut(COLUMNS * k).enumerate().for_each(|(i, chunk)| {
+                let start = first + i * COLUMNS;
+                dense.widen_rows(start..start + chunk.len() / k, chunk);
+            });
+            product(x, MatRef::from_row_major_slice(panel, count, k).transpose(), first, y);
+        }
+        return;
+    }
+    let decoded = decode(weight);
+    let mut panel = vec![0.0; width * k];
+    for first in (0..n).step_by(width) {
+        let count = width.min(n - first);
+        let panel = &mut panel[..count * k];
+        panel.par_chunks_mut(count).enumerate().with_min_len(64).for_each(|(row, chunk)| {
+            decoded[row * n + first..][..count].convert_to_f32_slice(chunk);
+        });
+        product(x, MatRef::from_row_major_slice(panel, k, count), first, y);
+    }
+}
+
+/// Columns `first..` of `y = x · panel`, a task a block of `ROWS` × `COLUMNS`.
+fn product(x: &Tensor, panel: MatRef<'_, f32>, first: usize, y: &mut Tensor) {
+    let (k, count, n) = (x.columns, panel.ncols(), y.columns);
+    let x = MatRef::from_row_major_slice(&x.values, x.rows, k);
+    if x.nrows() >= ROWS {
+        y.values.par_chunks_mut(ROWS * n).enumerate().for_each(|(i, rows)| {
+            let m = rows.len() / n;
+            let y = MatMut::from_row_major_slice_mut(rows, m, n).submatrix_mut(0, first, m, count);
+            faer::linalg::matmul::matmul(
+                y,
+                Accum::Replace,
+                x.submatrix(i * ROWS, 0, m, k),
+                panel,
+                1.0,
+                Par::Seq,
+            );
+        });
+        return;
+    }
+    // Few rows: the columns are shared among the threads instead.
+    let m = x.nrows();
+    let blocks: Vec<Vec<f32>> = (0..count.div_ceil(COLUMNS))
+        .into_par_iter()
+        .map(|block| {
+            let start = block * COLUMNS;
+            let columns = COLUMNS.min(count - start);
+            let mut part = vec![0.0; m * columns];
+            let to = MatMut::from_row_major_slice_mut(&mut part, m, columns);
+            faer::linalg::matmul::matmul(to, Accum::Replace, x, panel.subcols(start, columns), 1.0, Par::Seq);
+            part
+        })
+        .collect();
+    for (block, part) in blocks.iter().enumerate() {
+        let columns = part.len() / m;
+        for (row, values) in part.chunks_exact(columns).enumerate() {
+            y.values[row * n + first + block * COLUMNS..][..columns].copy_from_slice(values);
+        }
+    }
+}
+
+/// Little-endian elements at any alignment as fp32.
+pub(super) fn widen(dtype: DenseType, bytes: &[u8], to: &mut [f32]) {
+    match dtype {
+        DenseType::F16 => match bytemuck::try_cast_slice::<u8, f16>(bytes) {
+            Ok(halves) => halves.convert_to_f32_slice(to),
+            Err(_) => pairs(bytes).zip(to).for_each(|(pair, to)| *to = f16::from_le_bytes(pair).to_f32()),
+        },
+        DenseType::Bf16 => match bytemuck::try_cast_slice::<u8, bf16>(bytes) {
+            Ok(halves) => halves.convert_to_f32_slice(to),
+            Err(_) => pairs(bytes).zip(to).for_each(|(pair, to)| *to = bf16::from_le_bytes(pair).to_f32()),
+        },
+        DenseType::F32 => {
+            let (words, _) = bytes.as_chunks::<4>();
+            words.iter().zip(to).for_each(|(&word, to)| *to = f32::from_le_bytes(word));
+        }
+    }
+}
+
+fn pairs(bytes: &[u8]) -> impl Iterator<Item = [u8; 2]> + '_ {
+    bytes.as_chunks::<2>().0.iter().copied()
+}

@@ -1,0 +1,167 @@
+//! What is done to the elements of a row.
+
+use crate::operations::{Activation, Difference, Rope};
+use rayon::prelude::*;
+
+/// `e^x` to 2 units in the last place for results that are normal numbers, 0 below, ∞ above; NaN stays NaN.
+///
+/// Branch-free, so that loops over it vectorise: `x = n·ln 2 + r`, a polynomial of degree 6 in r (Cephes),
+/// and n put into the exponent.
+#[inline]
+pub(super) fn exp(x: f32) -> f32 {
+    // ln 2 in two parts, the first with few bits, so that n · LN2_HIGH is exact.
+    const LN2_HIGH: f32 = 0.693_359_4;
+    const LN2_LOW: f32 = -2.121_944_4e-4;
+    // Adding and subtracting 1.5 · 2²³ rounds to an integer.
+    const ROUND: f32 = 12_582_912.0;
+    // Beyond these the result is 0 or ∞; clamped, n fits the exponent. A NaN passes both comparisons.
+    let clamped = if x < -87.33 { -87.33 } else { x };
+    let clamped = if clamped > 88.72 { 88.72 } else { clamped };
+    let n = (clamped * std::f32::consts::LOG2_E + ROUND) - ROUND;
+    let r = (clamped - n * LN2_HIGH) - n * LN2_LOW;
+    let mut p = 1.987_569_1e-4;
+    p = p * r + 1.398_2e-3;
+    p = p * r + 8.333_452e-3;
+    p = p * r + 4.166_579_6e-2;
+    p = p * r + 1.666_666_5e-1;
+    p = p * r + 5e-1;
+    p = p * r * r + r + 1.0;
+    // 2^n in two factors: n may be 128.
+    let half = (n as i32) >> 1;
+    let power = |n: i32| f32::from_bits(((n + 127) as u32) << 23);
+    let value = p * power(half) * power(n as i32 - half);
+    let value = if x < -87.33 { 0.0 } else { value };
+    if x > 88.72 { f32::INFINITY } else { value }
+}
+
+/// Number of partial sums; elements i, i + LANES, … go into the same.
+const LANES: usize = 16;
+/// Elements after which partial sums in fp32 are added up in fp64.
+const BLOCK: usize = 1024;
+
+/// Σ x, in a fixed order: fp32 within a block, fp64 over blocks.
+pub(super) fn sum(values: &[f32]) -> f64 {
+    sum_of(values, values, |x, _| x)
+}
+
+/// Σ f(a, b), likewise.
+#[inline]
+pub(super) fn sum_of(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f64 {
+    let mut total = 0.0;
+    for (a, b) in a.chunks(BLOCK).zip(b.chunks(BLOCK)) {
+        let mut lanes = [0f32; LANES];
+        let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+        for (a, b) in a.iter().zip(b) {
+            for (lane, (&a, &b)) in lanes.iter_mut().zip(a.iter().zip(b)) {
+                *lane += f(a, b);
+            }
+        }
+        for (lane, (&a, &b)) in lanes.iter_mut().zip(a_rest.iter().zip(b_rest)) {
+            *lane += f(a, b);
+        }
+        total += lanes.iter().map(|&lane| f64::from(lane)).sum::<f64>();
+    }
+    total
+}
+
+/// The largest element; −∞ of none.
+pub(super) fn largest(values: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let (chunks, rest) = values.as_chunks::<LANES>();
+    for chunk in chunks {
+        for (lane, &value) in lanes.iter_mut().zip(chunk) {
+            *lane = if value > *lane { value } else { *lane };
+        }
+    }
+    lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a })
+}
+
+/// `y = x / sqrt(mean(x²) + epsilon) · weight`.
+pub(super) fn rms_norm(x: &[f32], weight: &[f32], epsilon: f32, y: &mut [f32]) {
+    let mean = sum_of(x, x, |a, b| a * b) / x.len() as f64;
+    let factor = (1.0 / (mean + f64::from(epsilon)).sqrt()) as f32;
+    for ((y, &x), &w) in y.iter_mut().zip(x).zip(weight) {
+        *y = x * factor * w;
+    }
+}
+
+/// Rotates each head of a row at `position`.
+pub(super) fn rotate(row: &mut [f32], head_dim: usize, position: usize, rope: &Rope) {
+    let pairs = rope.frequencies.len();
+    for (j, &frequency) in rope.frequencies.iter().enumerate() {
+        // The angle in fp32, as transformers has it; its sine and cosine to full precision.
+        let (sin, cos) = f64::from(position as f32 * frequency).sin_cos();
+        let (sin, cos) = (sin as f32 * rope.scale, cos as f32 * rope.scale);
+        for head in row.chunks_exact_mut(head_dim) {
+            let (a, b) = (head[j], head[j + pairs]);
+            head[j] = a * cos - b * sin;
+            head[j + pairs] = b * cos + a * sin;
+        }
+    }
+}
+
+/// The function of an activation.
+pub(super) fn function(activation: Activation) -> fn(f32) -> f32 {
+    match activation {
+        Activation::Silu => |x| x / (1.0 + exp(-x)),
+        Activation::GeluTanh => |x| {
+            let inner = std::f32::consts::FRAC_2_PI.sqrt() * (x + 0.044_715 * x * x * x);
+            0.5 * x * (1.0 + inner.tanh())
+        },
+        Activation::Gelu => |x| (0.5 * f64::from(x) * libm::erfc(-f64::from(x) / 2f64.sqrt())) as f32,
+    }
+}
+
+/// `cap · tanh(x / cap)`.
+pub(super) fn soft_cap(values: &mut [f32], cap: f32) {
+    values.iter_mut().for_each(|value| *value = cap * (*value / cap).tanh());
+}
+
+/// How far apart two arrays are, in pieces of `piece` elements added in order.
+pub(super) fn difference(source: &[f32], converted: &[f32], piece: usize) -> Difference {
+    let parts: Vec<Difference> = source
+        .par_chunks(piece)
+        .zip(converted.par_chunks(piece))
+        .map(|(source, converted)| {
+            let mut part = Difference::default();
+            for (&s, &c) in source.iter().zip(converted) {
+                let (s, c) = (f64::from(s), f64::from(c));
+                part.squared_error += (s - c) * (s - c);
+                part.squared_source += s * s;
+                part.squared_converted += c * c;
+                part.product += s * c;
+                part.max_error = part.max_error.max((s - c).abs());
+            }
+            part
+        })
+        .collect();
+    parts.into_iter().fold(Difference::default(), |a, b| Difference {
+        squared_error: a.squared_error + b.squared_error,
+        squared_source: a.squared_source + b.squared_source,
+        squared_converted: a.squared_converted + b.squared_converted,
+        product: a.product + b.product,
+        max_error: a.max_error.max(b.max_error),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::exp;
+
+    #[test]
+    fn exp_is_near_the_exact_one() {
+        let mut worst = 0.0f64;
+        for i in -873_000..887_000 {
+            let x = i as f32 * 1e-4;
+            let exact = f64::from(x).exp();
+            worst = worst.max((f64::from(exp(x)) / exact - 1.0).abs());
+        }
+        // Two units in the last place.
+        assert!(worst < 2.0 * f64::from(f32::EPSILON), "{worst:e}");
+        assert_eq!(exp(0.0), 1.0);
+        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+        assert_eq!(exp(-200.0), 0.0);
+        assert_eq!(exp(f32::INFINITY), f32::INFINITY);
+        assert!(exp(f32::NAN).is_nan());
+    }
+}

@@ -1,0 +1,294 @@
+//! Every architecture of the table, from a small GPTQ checkpoint under each of its namings: converted to
+//! EXL2, each linear decodes to its own columns of the source, and the output verifies.
+
+#![allow(clippy::unwrap_used, reason = "the exception for tests leaves out what test functions share")]
+
+mod support;
+
+use requant::arch::{ARCHITECTURES, Architecture, DenseRole, Dims, Names};
+use requant::checkpoint::{Checkpoint, Layout, OpenOptions};
+use requant::plan::{DenseType, Plan, PlanOptions, Target};
+use requant::progress::Silent;
+use requant::verify::verify;
+use requant::{ConvertOptions, Diagnose, Error, convert};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
+use support::writer::{Model, Quantized, Tensor, Tensors, gptq_module};
+use tempfile::TempDir;
+
+const BLOCKS: usize = 2;
+
+fn config(arch: &Architecture) -> Value {
+    json!({
+        "architectures": [arch.name], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": BLOCKS,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 48,
+        "num_experts": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+        "use_qk_norm": true, "max_position_embeddings": 40, "rope_theta": 10000.0,
+        "attention_bias": true, "tie_word_embeddings": arch.tied_head
+    })
+}
+
+/// A checkpoint whose tensors are named by `names`, all of them different.
+fn source(arch: &Architecture, names: &Names, how: &Quantized) -> TempDir {
+    let mut model = Model::new(how);
+    model.config = config(arch);
+    let dims = Dims::read(arch, model.config.as_object().unwrap()).unwrap();
+    let mut tensors = Tensors::new();
+    let ramp = |seed: usize, count: usize| -> Vec<f32> {
+        (0..count).map(|i| 0.5 + 0.01 * ((i * 13 + seed * 29) % 61) as f32).collect()
+    };
+    // Width, rows and whether there is a bias, of each stored linear.
+    let mut stored: BTreeMap<String, (usize, usize, bool)> = BTreeMap::new();
+    for linear in arch.linears(&dims, names) {
+        let entry = stored.entry(linear.name).or_insert((linear.in_features, 0, linear.bias));
+        entry.1 += linear.out_features;
+    }
+    for (seed, (name, (k, n, bias))) in stored.iter().enumerate() {
+        gptq_module(&mut tensors, name, *k, *n, how);
+        let scales: Vec<f32> = ramp(seed, k.div_ceil(how.group_size) * n).iter().map(|s| s * 0.01).collect();
+        tensors.insert(format!("{name}.scales"), Tensor::f16s(&[k.div_ceil(how.group_size), *n], &scales));
+        if *bias {
+            tensors.insert(format!("{name}.bias"), Tensor::f16s(&[*n], &ramp(seed, *n)));
+        }
+    }
+    for (seed, tensor) in arch.dense_tensors(&dims, names).into_iter().enumerate() {
+        let count = tensor.shape.iter().product();
+        tensors.insert(tensor.name, Tensor::f16s(&tensor.shape, &ramp(seed, count)));
+    }
+    if !dims.tied {
+        tensors.insert(format!("{}.weight", names.head), Tensor::f16s(&[48, 64], &ramp(7, 48 * 64)));
+    }
+    for prefix in names.others {
+        tensors.insert(format!("{prefix}layers.0.weight"), Tensor::bf16s(&[3, 5], &ramp(3, 15)));
+    }
+    model.tensors = tensors;
+    model.write()
+}
+
+fn open(dir: &Path) -> Checkpoint {
+    Checkpoint::open(dir, &OpenOptions::default()).unwrap_or_else(|e| panic!("{}: {e}", dir.display()))
+}
+
+fn verified(out: &Path, source: &Checkpoint, what: &str) {
+    let verification = verify(out, &OpenOptions::default(), Some(source), &Silent).unwrap();
+    let faults: Vec<_> = verification.faults().collect();
+    assert!(faults.is_empty(), "{what}: {faults:?}");
+}
+
+fn report(out: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(out.join("report.json")).unwrap()).unwrap()
+}
+
+/// Each architecture under each of its namings.
+fn cases() -> impl Iterator<Item = (&'static Architecture, &'static Names, String)> {
+    let cases = |arch: &'static Architecture| {
+        arch.names.iter().enumerate().map(move |(i, names)| (arch, names, format!("{} {i}", arch.name)))
+    };
+    ARCHITECTURES.iter().flat_map(cases)
+}
+
+#[test]
+fn every_architecture_becomes_exl2_under_exllamav2s_names() {
+    // Zero points of all kinds, so that cuts within a word would show.
+    let how =
+        Quantized { zero: |group, column| ((3 * group + 5 * column) % 15 + 1) as u16, ..Default::default() };
+    for (arch, names, what) in cases().filter(|(arch, ..)| arch.exllamav2) {
+        let dir = source(arch, names, &how);
+        let checkpoint = open(dir.path());
+        assert_eq!(checkpoint.naming(), names, "{what}");
+        let target = Target::Uniform { bits: 8.try_into().unwrap(), group_size: 32 };
+        let plan = Plan::new(&checkpoint, &PlanOptions::new(target), &Silent).unwrap();
+        let (place, out) = (tempfile::tempdir().unwrap(), "out");
+        let out = place.path().join(out);
+        convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+        verified(&out, &checkpoint, &what);
+        let (written, dims) = (open(&out), checkpoint.dims().unwrap());
+        assert_eq!(written.naming(), arch.exl2_names(), "{what}");
+        for linear in arch.linears(dims, names) {
+            let found = written.module(&linear.exl2_name).unwrap_or_else(|| panic!("{what}: {linear:?}"));
+            assert!(matches!(found.layout(), Layout::Exl2(_)), "{what}: {}", linear.exl2_name);
+            // The part by itself, cut here out of the whole as it is stored.
+            let whole = checkpoint.module(&linear.name).unwrap();
+            let weights = checkpoint.dequantize(whole).unwrap();
+            let n = whole.out_features();
+            let columns: Vec<usize> = match &linear.columns {
+                Some(columns) => columns.iter().collect(),
+                None => (0..n).collect(),
+            };
+            let wanted: Vec<_> =
+                weights.chunks_exact(n).flat_map(|row| columns.iter().map(|&c| row[c])).collect();
+            let part = checkpoint.of_linear(&linear).unwrap();
+            assert_eq!(checkpoint.dequantize(part).unwrap(), wanted, "{what}: {linear:?}");
+            let found_weights = written.dequantize(found).unwrap();
+            let pairs = || found_weights.iter().zip(&wanted).map(|(f, w)| (f.to_f32(), w.to_f32()));
+            let miss: f32 = pairs().map(|(f, w)| (f - w) * (f - w)).sum();
+            let norm: f32 = pairs().map(|(_, w)| w * w).sum();
+            assert!(miss < 1e-3 * norm, "{what}: {}: {miss} of {norm}", linear.exl2_name);
+            assert_eq!(found.bias().is_some(), linear.bias, "{what}: {}", linear.exl2_name);
+            if linear.bias {
+                let bias = checkpoint.bias(whole).unwrap().unwrap();
+                let wanted: Vec<f32> = columns.iter().map(|&c| bias[c]).collect();
+                assert_eq!(written.bias(found).unwrap().unwrap(), wanted, "{what}: {}", linear.exl2_name);
+            }
+        }
+        for tensor in arch.dense_tensors(dims, names) {
+            let (from, to) = (checkpoint.tensor(&tensor.name), written.tensor(&tensor.exl2_name));
+            assert_eq!(from.unwrap().bytes(), to.unwrap().bytes(), "{what}: {}", tensor.exl2_name);
+        }
+        for (from, to) in names.others.iter().zip(arch.exl2_names().others) {
+            let tensor = |checkpoint: &Checkpoint, prefix| {
+                checkpoint
+                    .tensor(&format!("{prefix}layers.0.weight"))
+                    .map(|t| (t.dtype(), t.bytes().to_vec()))
+            };
+            let stored = tensor(&checkpoint, from);
+            assert!(stored.is_some() && stored == tensor(&written, to), "{what}: {to}");
+        }
+    }
+}
+
+#[test]
+fn other_layouts_keep_the_sources_modules() {
+    for (arch, names, what) in cases() {
+        let dir = source(arch, names, &Quantized::default());
+        let checkpoint = open(dir.path());
+        let dense = match Plan::to_dense(&checkpoint, DenseType::Fp16) {
+            Err(error) if arch.transposed => {
+                assert_eq!(error.code(), "plan.transposed_dense", "{what}");
+                None
+            }
+            plan => Some(plan.unwrap()),
+        };
+        let plans = [
+            ("gptq", Some(Plan::to_gptq(&checkpoint, &Default::default()).unwrap())),
+            ("dense", dense),
+            ("same", Some(Plan::same(&checkpoint))),
+        ];
+        for (to, plan) in plans.into_iter().filter_map(|(to, plan)| Some((to, plan?))) {
+            let place = tempfile::tempdir().unwrap();
+            let out = place.path().join("out");
+            convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+            let written = open(&out);
+            let list = |checkpoint: &Checkpoint| -> Vec<String> {
+                checkpoint.modules().iter().map(|module| module.name().into()).collect()
+            };
+            assert_eq!(list(&written), list(&checkpoint), "{what} {to}");
+            verified(&out, &checkpoint, &format!("{what} {to}"));
+        }
+    }
+}
+
+#[test]
+fn parts_and_ungated_mlps_stay_gptq_where_that_is_better() {
+    for (arch, names, what) in cases().filter(|(arch, ..)| arch.exllamav2) {
+        let dir = source(arch, names, &Quantized::default());
+        let checkpoint = open(dir.path());
+        let mut options = PlanOptions::new(Target::Bpw(6.0));
+        options.keep_gptq = true;
+        let plan = Plan::new(&checkpoint, &options, &Silent).unwrap();
+        let place = tempfile::tempdir().unwrap();
+        let out = place.path().join("out");
+        convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+        verified(&out, &checkpoint, &what);
+        let written = open(&out);
+        let kept = |module: &&requant::checkpoint::Module| matches!(module.layout(), Layout::Gptq(_));
+        let count = written.modules().iter().filter(kept).count();
+        assert!(count > 0, "{what}");
+        for module in written.modules().iter().filter(kept) {
+            let linears = arch.linears(checkpoint.dims().unwrap(), names);
+            let linear = linears.iter().find(|linear| linear.exl2_name == module.name()).unwrap();
+            let part = checkpoint.of_linear(linear).unwrap();
+            let (found, wanted) = (written.dequantize(module), checkpoint.dequantize(part));
+            assert_eq!(found.unwrap(), wanted.unwrap(), "{what}: {}", module.name());
+        }
+    }
+}
+
+#[test]
+fn the_report_maps_one_source_to_several_outputs() {
+    let arch = ARCHITECTURES.iter().find(|arch| arch.name == "Phi3ForCausalLM").unwrap();
+    let dir = source(arch, &arch.names[1], &Quantized::default());
+    let checkpoint = open(dir.path());
+    let target = Target::Uniform { bits: 4.try_into().unwrap(), group_size: 32 };
+    let plan = Plan::new(&checkpoint, &PlanOptions::new(target), &Silent).unwrap();
+    let place = tempfile::tempdir().unwrap();
+    let out = place.path().join("out");
+    convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+    let mut json = report(&out);
+    let of = |json: &Value, name: &str| -> (Value, Value) {
+        let modules = json["modules"].as_array().unwrap();
+        let module = modules.iter().find(|module| module["name"] == name).unwrap();
+        (module["source"].clone(), module["columns"].clone())
+    };
+    let qkv = json!("model.layers.1.self_attn.qkv_proj");
+    assert_eq!(of(&json, "model.layers.1.self_attn.q_proj"), (qkv.clone(), json!([[0, 128]])));
+    assert_eq!(of(&json, "model.layers.1.self_attn.k_proj"), (qkv.clone(), json!([[128, 192]])));
+    assert_eq!(of(&json, "model.layers.1.self_attn.v_proj"), (qkv, json!([[192, 256]])));
+    assert_eq!(of(&json, "model.layers.1.self_attn.o_proj").1, Value::Null);
+    // Columns that aren't the module's are found out.
+    let modules = json["modules"].as_array_mut().unwrap();
+    let q = modules.iter_mut().find(|module| module["name"] == "model.layers.1.self_attn.q_proj").unwrap();
+    q["columns"] = json!([[0, 64]]);
+    std::fs::write(out.join("report.json"), serde_json::to_vec(&json).unwrap()).unwrap();
+    let verification = verify(&out, &OpenOptions::default(), Some(&checkpoint), &Silent).unwrap();
+    let names: Vec<_> = verification.faults().filter_map(|(_, fault)| fault.tensor.clone()).collect();
+    assert!(names.contains(&"model.layers.1.self_attn.qkv_proj".into()), "{names:?}");
+    assert!(names.contains(&"model.layers.1.self_attn.q_proj".into()), "{names:?}");
+}
+
+#[test]
+fn an_unknown_architecture_needs_a_word() {
+    let mut model = Model::new(&Quantized::default());
+    model.config["architectures"] = json!(["LlamaLookalikeForCausalLM"]);
+    let dir = model.write();
+    let plan = |options: &OpenOptions| {
+        let checkpoint = Checkpoint::open(dir.path(), options).unwrap();
+        let target = Target::Uniform { bits: 4.try_into().unwrap(), group_size: 32 };
+        let warned = checkpoint.warnings().iter().any(|w| w.message.contains("read as a Llama"));
+        (Plan::new(&checkpoint, &PlanOptions::new(target), &Silent), warned)
+    };
+    let (refused, _) = plan(&OpenOptions::default());
+    let Err(Error::Plan(refused)) = refused else { panic!() };
+    assert_eq!(refused.code(), "plan.architecture");
+    assert!(refused.hint().unwrap().contains("--any-arch"));
+    let (planned, warned) = plan(&OpenOptions { any_arch: true, ..OpenOptions::default() });
+    assert_eq!(planned.unwrap().modules.len(), 8);
+    assert!(warned);
+}
+
+#[test]
+fn what_exllamav2_does_not_know_is_refused() {
+    for arch in ARCHITECTURES.iter().filter(|arch| !arch.exllamav2) {
+        let dir = source(arch, &arch.names[0], &Quantized::default());
+        let target = Target::Uniform { bits: 4.try_into().unwrap(), group_size: 32 };
+        let planned = Plan::new(&open(dir.path()), &PlanOptions::new(target), &Silent);
+        assert_eq!(planned.unwrap_err().code(), "plan.architecture", "{}", arch.name);
+    }
+}
+
+#[test]
+fn scales_that_exllamav2_multiplies_are_told_of() {
+    for (name, key, value) in
+        [("GraniteForCausalLM", "residual_multiplier", 0.22), ("MiniCPMForCausalLM", "scale_depth", 1.4)]
+    {
+        let mut model = Model::new(&Quantized::default());
+        model.config["architectures"] = json!([name]);
+        model.config[key] = json!(value);
+        let dir = model.write();
+        let target = Target::Uniform { bits: 4.try_into().unwrap(), group_size: 32 };
+        let plan = Plan::new(&open(dir.path()), &PlanOptions::new(target), &Silent).unwrap();
+        let factor = format!("by {value:.4}");
+        // One block.
+        assert!(plan.warnings.iter().any(|w| w.message.contains(&factor)), "{:?}", plan.warnings);
+    }
+}
+
+#[test]
+fn norms_and_routers_are_named() {
+    let arch = ARCHITECTURES.iter().find(|arch| arch.name == "Gemma2ForCausalLM").unwrap();
+    let dims = Dims::read(arch, config(arch).as_object().unwrap()).unwrap();
+    let tensors = arch.dense_tensors(&dims, arch.exl2_names());
+    let norms = tensors.iter().filter(|tensor| tensor.role == DenseRole::Norm).count();
+    assert_eq!(norms, 4 * BLOCKS + 1);
+}
