@@ -211,6 +211,9 @@ struct Pass<'a, O: Operations> {
 /// Hidden states, a chunk of windows each.
 type States<O> = Vec<<O as Operations>::Tensor>;
 
+/// A linear and its place in a block.
+type Placed<O> = (LinearId, Arc<Linear<O>>);
+
 impl<O: Operations> Pass<'_, O> {
     fn run(&self, tallies: &mut [Tally], observer: &dyn Observer) -> Result<(), crate::Error> {
         let (ops, window) = (self.ops, self.windows.window);
@@ -254,11 +257,7 @@ impl<O: Operations> Pass<'_, O> {
         Ok(())
     }
 
-    fn linears(
-        &self,
-        other: &Block<O>,
-        pairs: &[usize],
-    ) -> Result<Vec<(LinearId, Arc<Linear<O>>)>, crate::Error> {
+    fn linears(&self, other: &Block<O>, pairs: &[usize]) -> Result<Vec<Placed<O>>, crate::Error> {
         let mut linears = Vec::with_capacity(pairs.len());
         for &pair in pairs {
             let linear = self.models.linear(self.ops, other, pair)?;
