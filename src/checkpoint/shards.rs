@@ -10,12 +10,13 @@ use rayon::prelude::*;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// A file of weights.
 #[derive(Debug)]
 pub struct Shard {
     pub(super) name: String,
-    pub(super) map: Mapped,
+    pub(super) map: Arc<Mapped>,
     header_len: usize,
 }
 

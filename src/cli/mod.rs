@@ -10,6 +10,8 @@ mod print;
 mod progress;
 mod summary;
 mod validate;
+#[allow(dead_code, reason = "the command that prints it comes with the engine")]
+mod validate_summary;
 mod verify;
 
 use clap::{CommandFactory, Parser, Subcommand};

@@ -1,0 +1,187 @@
+//! The outcome in sentences: the same ones for the page and the terminal.
+
+use super::report::{GateKind, LayerScores, LayoutFault, Validation, Verdict};
+
+/// The verdict in one plain sentence.
+pub fn headline(validation: &Validation) -> String {
+    let model = validation.model.as_ref();
+    match validation.verdict {
+        Verdict::Exact => "Exact: every weight of the converted model decodes to the source's value.".into(),
+        Verdict::Passed => match model {
+            Some(m) => format!("Passed: {}", perplexities(m.source_perplexity, m.converted_perplexity)),
+            None => "Passed the layer check only: the models' perplexities were not measured.".into(),
+        },
+        Verdict::GateMissed => {
+            let missed: Vec<String> = validation.gates.iter().filter(|g| !g.met).map(gate).collect();
+            format!("Rejected: {}.", missed.join("; "))
+        }
+        Verdict::Broken => match validation.layers.iter().filter(|l| l.fault.is_some()).count() {
+            1 => "Broken: 1 layer does not hold what the conversion promised.".into(),
+            n => format!("Broken: {n} layers do not hold what the conversion promised."),
+        },
+        Verdict::NonFinite => "Failed: a NaN or an infinity turned up; the figures mean nothing.".into(),
+    }
+}
+
+fn perplexities(source: f64, converted: f64) -> String {
+    let change = 100.0 * (converted / source - 1.0);
+    let relation = match converted.total_cmp(&source) {
+        std::cmp::Ordering::Equal => "the same as the source's".to_string(),
+        _ if change.abs() < 0.005 => format!("the source's {} to 0.01 %", number(source)),
+        std::cmp::Ordering::Greater => format!("{change:.2} % above the source's {}", number(source)),
+        std::cmp::Ordering::Less => format!("{:.2} % below the source's {}", -change, number(source)),
+    };
+    format!("the converted model's perplexity is {}, {relation}.", number(converted))
+}
+
+/// What the verdict means for who wants to use the model.
+pub fn meaning(validation: &Validation) -> String {
+    match (validation.verdict, &validation.model) {
+        (Verdict::Exact, _) => {
+            "Nothing was lost. Both models give the same answers up to rounding in the engine.".into()
+        }
+        (Verdict::Broken, _) => {
+            "This is not the loss that quantization costs: the stored bytes are laid out wrongly or damaged. \
+             Do not use this model."
+                .into()
+        }
+        (Verdict::NonFinite, _) => {
+            "Do not use this model. The warnings name the block where it begins.".into()
+        }
+        (_, None) => "Each layer was compared, the model as a whole was not; see what was not run.".into(),
+        (_, Some(m)) => format!(
+            "On {} predictions both models find the same token most likely {} % of the time; the mean KL \
+             divergence from the source is {} nats a token.",
+            m.predictions,
+            number(100.0 * m.top1_agreement.mean),
+            kl(m.kl.mean),
+        ),
+    }
+}
+
+/// The layer that did the most harm: a broken one, else by swap-in KL, else by output error, else by weight
+/// error. `None` where no layer differs.
+pub fn worst(validation: &Validation) -> Option<&LayerScores> {
+    let layers = &validation.layers;
+    let most = |figure: fn(&LayerScores) -> Option<f64>| {
+        let found = layers.iter().filter_map(|l| Some((figure(l).filter(|v| *v > 0.0)?, l)));
+        // The first of equal ones.
+        found.reduce(|a, b| if b.0 > a.0 { b } else { a }).map(|(_, layer)| layer)
+    };
+    (layers.iter().find(|l| l.fault.is_some()))
+        .or_else(|| {
+            let worst = most(|l| l.swap_in.map(|s| s.kl))?;
+            // Experts share the score of their projection: of these, the one with the largest error.
+            let same = layers.iter().filter(|l| l.layer == worst.layer && l.role == worst.role);
+            same.reduce(|a, b| if harm(b) > harm(a) { b } else { a })
+        })
+        .or_else(|| most(|l| l.output.map(|o| o.relative_error)))
+        .or_else(|| most(|l| Some(l.weight_error)))
+}
+
+fn harm(layer: &LayerScores) -> f64 {
+    layer.output.map_or(layer.weight_error, |o| o.relative_error)
+}
+
+/// What the worst layer costs, in words.
+pub fn cost(layer: &LayerScores) -> String {
+    if let Some(found) = &layer.fault {
+        return fault(found);
+    }
+    let error = match layer.output {
+        Some(o) => format!("its output is off by {} %", number(100.0 * o.relative_error)),
+        None => format!("its weights are off by {} %", number(100.0 * layer.weight_error)),
+    };
+    match layer.swap_in {
+        Some(s) => {
+            let unit = if layer.expert.is_some() { "this projection of all experts" } else { "it" };
+            let (kl, perplexity) = (kl(s.kl), number(s.perplexity));
+            format!("{error}; {unit} alone gives KL {kl} and perplexity {perplexity}")
+        }
+        None => error,
+    }
+}
+
+/// What to do next.
+pub fn advice(validation: &Validation) -> String {
+    match (validation.verdict, worst(validation)) {
+        (Verdict::Broken, _) => {
+            "Download the source again and convert again. If the same layer fails, it is a bug in requant: \
+             report it with report.json."
+                .into()
+        }
+        (Verdict::NonFinite, _) => {
+            "Validate the source against itself: if that fails as well, the source is damaged; else report a \
+             bug with report.json."
+                .into()
+        }
+        (Verdict::Exact, _) | (_, None) => "Nothing needs doing.".into(),
+        (verdict, Some(layer)) => {
+            let when = if verdict == Verdict::Passed { "If you want it closer" } else { "To get closer" };
+            match wider(layer.bpw) {
+                Some(bits) => format!(
+                    "{when}, convert again with more bits for the worst layer, --set '{}={bits}', or for all \
+                     of them, a higher --bpw.",
+                    layer.source.replace('.', "\\.")
+                ),
+                None => {
+                    format!("{when}, convert again with a higher --bpw; the worst layer has 8 bits already.")
+                }
+            }
+        }
+    }
+}
+
+/// The next width that EXL2 has above these stored bits a weight.
+fn wider(bpw: f64) -> Option<u32> {
+    // Scales and permutations add up to half a bit to the width.
+    [3, 4, 5, 6, 8].into_iter().find(|&bits| f64::from(bits) > bpw + 0.5)
+}
+
+/// A fault in words.
+pub fn fault(fault: &LayoutFault) -> String {
+    match fault {
+        LayoutFault::NotAsPromised { promised, found } => {
+            format!("relative error {} where {} was promised", number(*found), number(*promised))
+        }
+        LayoutFault::PermutationInverted => "its permutation is stored inverted".into(),
+        LayoutFault::GroupsSwapped { first, second } => format!("groups {first} and {second} changed places"),
+        LayoutFault::ScaleIndexOff { by } => format!("its scale indices are off by {by}"),
+        LayoutFault::ZeroOff { by } => format!("its zero points are off by {by}"),
+    }
+}
+
+/// A gate and what came of it.
+pub fn gate(gate: &super::report::Gate) -> String {
+    let percent = |v: f64| format!("{} %", number(100.0 * v));
+    let (what, found, limit) = match gate.kind {
+        GateKind::MaxKl => ("KL", kl(gate.found), format!("at most {}", number(gate.limit))),
+        GateKind::MaxPplIncrease => {
+            ("perplexity increase", percent(gate.found), format!("at most {}", percent(gate.limit)))
+        }
+        GateKind::MinTop1 => {
+            ("top-1 agreement", percent(gate.found), format!("at least {}", percent(gate.limit)))
+        }
+    };
+    format!("{what} is {found}, {limit} was asked")
+}
+
+/// A KL divergence; only 0 itself is called exact.
+pub fn kl(value: f64) -> String {
+    if value == 0.0 { "0 (exact)".into() } else { number(value) }
+}
+
+/// Four significant digits.
+pub fn number(value: f64) -> String {
+    let size = value.abs();
+    if !value.is_finite() {
+        "not finite".into()
+    } else if value == 0.0 {
+        "0".into()
+    } else if !(1e-4..1e6).contains(&size) {
+        format!("{value:.2e}")
+    } else {
+        let digits = 3 - size.log10().floor() as i32;
+        format!("{value:.*}", digits.clamp(0, 7) as usize)
+    }
+}

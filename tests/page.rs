@@ -1,0 +1,157 @@
+//! The page of a validation, in the states a user can meet. With `REQUANT_PAGES=DIR` the pages are written
+//! there and scripts/screenshots.py shows them to a browser.
+#![allow(clippy::unwrap_used, reason = "the exception for tests leaves out what test functions share")]
+
+use requant::validate::report::*;
+use requant::validate::{Validation, page, summary};
+
+fn layer(block: usize, role: &str, expert: Option<usize>) -> LayerScores {
+    let seed = (block * 7 + role.len() * 3 + expert.unwrap_or(0)) % 11;
+    let error = 0.03 + 0.004 * seed as f64;
+    let part = if ["q", "k", "v", "o"].contains(&role) { "self_attn" } else { "mlp" };
+    let experts = expert.map_or(String::new(), |e| format!(".experts.{e}"));
+    let name = format!("model.layers.{block}.{part}{experts}.{role}_proj");
+    LayerScores {
+        source: name.clone(),
+        converted: name,
+        layer: Some(block),
+        role: role.into(),
+        expert,
+        in_features: 576,
+        out_features: 576,
+        layout_before: "gptq 4-bit".into(),
+        layout_after: "exl2 4/5-bit".into(),
+        bpw: 4.1 + 0.1 * seed as f64,
+        weight_error: error,
+        promised_error: Some(error),
+        output: Some(OutputScores { rows: 2048, relative_error: error, cosine: 0.998, max_error: 0.4 }),
+        fault: None,
+        swap_in: Some(SwapScores { perplexity: 35.5 + error, kl: error * error }),
+    }
+}
+
+fn passed(blocks: usize, experts: usize) -> Validation {
+    let side = |name: &str| Side {
+        name: name.into(),
+        fingerprint: "5f".repeat(32),
+        architecture: Some("LlamaForCausalLM".into()),
+        bpw: 4.5,
+        bytes: 112_000_000,
+    };
+    let mut layers = Vec::new();
+    for block in 0..blocks {
+        layers.extend(["q", "k", "v", "o"].map(|role| layer(block, role, None)));
+        for role in ["gate", "up", "down"] {
+            layers.extend((0..experts.max(1)).map(|e| layer(block, role, (experts > 0).then_some(e))));
+        }
+    }
+    let mean = |mean| Mean { mean, standard_error: mean / 20.0 };
+    Validation {
+        schema: SCHEMA,
+        tool: "requant 0.1.0".into(),
+        source: side("smollm2-135m-gptq"),
+        converted: side("smollm2-135m-exl2-4.5bpw"),
+        conditions: Conditions {
+            text: "built-in".into(),
+            token_ids_sha256: "a1".repeat(32),
+            tokens: 8192,
+            window: 512,
+            bos: false,
+            layer_tokens: 1024,
+            device: "CPU, 2 threads".into(),
+        },
+        verdict: Verdict::Passed,
+        model: Some(ModelScores {
+            source_perplexity: 35.56,
+            converted_perplexity: 37.66,
+            nll_increase: mean(0.0574),
+            kl: mean(0.0501),
+            reverse_kl: mean(0.0512),
+            top1_agreement: Mean { mean: 0.871, standard_error: 0.004 },
+            kl_p99: 0.42,
+            kl_max: 2.31,
+            predictions: 8176,
+        }),
+        layers,
+        cumulative: (0..blocks)
+            .map(|layer| {
+                let kl = 0.05 * (layer + 1) as f64 / blocks as f64;
+                BlockScores { layer, perplexity: 35.56 * kl.exp(), kl }
+            })
+            .collect(),
+        gates: vec![],
+        not_run: vec![],
+        warnings: vec![],
+    }
+}
+
+fn missed() -> Validation {
+    let gate = Gate { kind: GateKind::MaxKl, limit: 0.02, found: 0.0501, met: false };
+    Validation { verdict: Verdict::GateMissed, gates: vec![gate], ..passed(32, 0) }
+}
+
+fn broken() -> Validation {
+    let mut broken = passed(3, 0);
+    broken.verdict = Verdict::Broken;
+    broken.layers[6].fault = Some(LayoutFault::GroupsSwapped { first: 2, second: 5 });
+    broken
+}
+
+fn exact() -> Validation {
+    let mut exact = passed(4, 0);
+    exact.verdict = Verdict::Exact;
+    for layer in &mut exact.layers {
+        layer.weight_error = 0.0;
+        layer.output = Some(OutputScores { rows: 2048, relative_error: 0.0, cosine: 1.0, max_error: 0.0 });
+        layer.swap_in = Some(SwapScores { perplexity: 35.56, kl: 0.0 });
+    }
+    for block in &mut exact.cumulative {
+        (block.kl, block.perplexity) = (0.0, 35.56);
+    }
+    exact
+}
+
+fn unsupported() -> Validation {
+    let mut unsupported = passed(6, 0);
+    (unsupported.model, unsupported.cumulative) = (None, vec![]);
+    for layer in &mut unsupported.layers {
+        (layer.output, layer.swap_in) = (None, None);
+    }
+    unsupported.not_run = vec!["Perplexity: the forward pass of FooForCausalLM isn't supported.".into()];
+    unsupported
+}
+
+#[test]
+fn every_state_has_a_page_without_network_or_script() {
+    let states = [
+        ("passed", passed(22, 0)),
+        ("missed", missed()),
+        ("broken", broken()),
+        ("exact", exact()),
+        ("unsupported", unsupported()),
+        ("moe", passed(60, 8)),
+    ];
+    for (name, state) in &states {
+        let html = page::html(state);
+        assert!(html.contains(&summary::headline(state)), "{name}");
+        assert!(!html.contains("http") && !html.contains("<script") && !html.contains("NaN"), "{name}");
+        if let Some(dir) = std::env::var_os("REQUANT_PAGES") {
+            std::fs::write(std::path::Path::new(&dir).join(format!("{name}.html")), html).unwrap();
+        }
+    }
+}
+
+#[test]
+fn the_summary_names_verdict_layer_and_remedy() {
+    let state = passed(22, 0);
+    assert_eq!(
+        summary::headline(&state),
+        "Passed: the converted model's perplexity is 37.66, 5.91 % above the source's 35.56."
+    );
+    assert!(summary::advice(&state).contains(r"--set 'model\.layers\."), "{}", summary::advice(&state));
+    assert_eq!(summary::headline(&missed()), "Rejected: KL is 0.05010, at most 0.02000 was asked.");
+    assert_eq!(summary::worst(&broken()).unwrap().source, "model.layers.0.mlp.down_proj");
+    assert!(summary::advice(&broken()).contains("Download the source again"));
+    assert_eq!(summary::advice(&exact()), "Nothing needs doing.");
+    assert_eq!(summary::kl(0.0), "0 (exact)");
+}
