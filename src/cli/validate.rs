@@ -6,12 +6,16 @@ use super::progress::{Progress, Style};
 use requant::checkpoint::{AllOnes, Checkpoint, OpenOptions};
 use requant::kernels::Cpu;
 use requant::progress::Observer;
+use requant::validate::page::html;
 use requant::validate::report::{GateKind, LayerScores, LayoutFault, ModelSide, Verdict};
 use requant::validate::{DEFAULT_TOKENS, Gates, Layers, Options, SwapIn, Text, Validation, validate};
 use std::path::{Path, PathBuf};
 
 /// Name of a validation's report in a directory.
 pub(super) const VALIDATION_FILE: &str = "validation.json";
+
+/// Name of its page.
+pub(super) const PAGE_FILE: &str = "report.html";
 
 /// Measure what a conversion did: every layer, perplexity, KL divergence.
 #[derive(Debug, clap::Args)]
@@ -32,7 +36,7 @@ pub(super) struct Arguments {
     /// Tokens to measure each layer on: the first windows of the text.
     #[arg(long, value_name = "N", default_value_t = 1024)]
     layer_tokens: usize,
-    /// Write the report: a .json file, or a directory for all of it.
+    /// Write the report: a .json or .html file, or a directory for both.
     #[arg(long, value_name = "FILE|DIR")]
     report: Option<PathBuf>,
     /// What a stored zero point of only ones means, if the conversion was told.
@@ -194,11 +198,16 @@ pub(super) fn to_json(validation: &Validation) -> String {
 
 fn write_report(path: &Path, validation: &Validation) -> Result<(), Failure> {
     let failed = |e: std::io::Error| Failure::environment(format!("{}: {e}", path.display()));
-    if path.extension().is_some_and(|end| end == "json") {
-        return std::fs::write(path, to_json(validation)).map_err(failed);
+    let end = path.extension().and_then(|end| end.to_str());
+    match end {
+        Some("json") => std::fs::write(path, to_json(validation)).map_err(failed),
+        Some("html") => std::fs::write(path, html(validation)).map_err(failed),
+        _ => {
+            std::fs::create_dir_all(path).map_err(failed)?;
+            std::fs::write(path.join(VALIDATION_FILE), to_json(validation)).map_err(failed)?;
+            std::fs::write(path.join(PAGE_FILE), html(validation)).map_err(failed)
+        }
     }
-    std::fs::create_dir_all(path).map_err(failed)?;
-    std::fs::write(path.join(VALIDATION_FILE), to_json(validation)).map_err(failed)
 }
 
 /// A short text: the verdict, the figures, the worst layers.
