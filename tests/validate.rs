@@ -134,7 +134,9 @@ fn scale_indices_off_by_one_are_named_whether_they_wrap_or_stay_at_the_end() {
     };
     assert_eq!(fault_of(wrapped), LayoutFault::ScaleIndexOff { by: 1 });
     let clamped = |matrix: &Matrix| {
-        change(matrix, |parts| parts.scale_index.iter_mut().for_each(|index| *index = index.saturating_sub(1)))
+        change(matrix, |parts| {
+            parts.scale_index.iter_mut().for_each(|index| *index = index.saturating_sub(1))
+        })
     };
     assert_eq!(fault_of(clamped), LayoutFault::ScaleIndexOff { by: -1 });
 }

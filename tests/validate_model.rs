@@ -98,7 +98,8 @@ fn a_layer_alone_is_what_a_model_with_only_that_layer_changed_is() {
 #[test]
 fn an_exact_conversion_has_a_divergence_of_exactly_0() {
     let dir = tempfile::tempdir().unwrap();
-    for (name, flags) in [("gptq", ["--to", "gptq"]), ("fp16", ["--to", "fp16"]), ("same", ["--to", "same"])] {
+    for (name, flags) in [("gptq", ["--to", "gptq"]), ("fp16", ["--to", "fp16"]), ("same", ["--to", "same"])]
+    {
         let out = dir.path().join(name);
         requant().args(["convert", FIXTURE, "--out"]).arg(&out).args(flags).assert().success();
         let validation = validated(&out, &options());
@@ -131,7 +132,8 @@ fn any_budget_of_memory_gives_the_same_figures() {
     let converted = convert(FIXTURE.as_ref(), &["--bits", "3"]);
     let figures = |memory| {
         let validation = validated(&converted.out, &Options { memory, ..options() });
-        let swaps: Vec<String> = validation.layers.iter().map(|layer| format!("{:?}", layer.swap_in)).collect();
+        let swaps: Vec<String> =
+            validation.layers.iter().map(|layer| format!("{:?}", layer.swap_in)).collect();
         (swaps, format!("{:?}", validation.cumulative))
     };
     let whole = figures(1 << 30);

@@ -1,7 +1,7 @@
 //! The trait that every device implements.
 
-use super::weight::Weight;
 use super::Error;
+use super::weight::Weight;
 use half::f16;
 
 /// What a device does: all that a model's forward pass, and comparing two models, need.
@@ -51,7 +51,11 @@ pub trait Operations: Sync {
     fn select_rows(&self, x: &Self::Tensor, rows: &[u32]) -> Result<Self::Tensor, Error>;
 
     /// These columns.
-    fn select_columns(&self, x: &Self::Tensor, columns: std::ops::Range<usize>) -> Result<Self::Tensor, Error>;
+    fn select_columns(
+        &self,
+        x: &Self::Tensor,
+        columns: std::ops::Range<usize>,
+    ) -> Result<Self::Tensor, Error>;
 
     // The forward pass.
 
@@ -63,7 +67,12 @@ pub trait Operations: Sync {
     ///
     /// The factor is the weight as decoded to fp16 for GPTQ and EXL2, and as stored for a dense one. A row of
     /// the product does not depend on the other rows.
-    fn matmul(&self, x: &Self::Tensor, weight: &Self::Weight, bias: Option<&Self::Tensor>) -> Result<Self::Tensor, Error>;
+    fn matmul(
+        &self,
+        x: &Self::Tensor,
+        weight: &Self::Weight,
+        bias: Option<&Self::Tensor>,
+    ) -> Result<Self::Tensor, Error>;
 
     /// `x / sqrt(mean(x²) + epsilon) · weight` over each run of `c` columns, for `weight` `[1, c]`: of a whole row,
     /// or of each head.
@@ -75,16 +84,33 @@ pub trait Operations: Sync {
 
     /// Causal attention inside each window of `shape.window` rows. `q` `[m, heads · head_dim]`, `k` and `v`
     /// `[m, kv_heads · head_dim]`; gives `[m, heads · head_dim]`.
-    fn attention(&self, q: &Self::Tensor, k: &Self::Tensor, v: &Self::Tensor, shape: &Attention) -> Result<Self::Tensor, Error>;
+    fn attention(
+        &self,
+        q: &Self::Tensor,
+        k: &Self::Tensor,
+        v: &Self::Tensor,
+        shape: &Attention,
+    ) -> Result<Self::Tensor, Error>;
 
     /// `activation(gate) · up`, element by element.
-    fn gate(&self, gate: &Self::Tensor, up: &Self::Tensor, activation: Activation) -> Result<Self::Tensor, Error>;
+    fn gate(
+        &self,
+        gate: &Self::Tensor,
+        up: &Self::Tensor,
+        activation: Activation,
+    ) -> Result<Self::Tensor, Error>;
 
     /// `x += scale · y`.
     fn add(&self, x: &mut Self::Tensor, y: &Self::Tensor, scale: f32) -> Result<(), Error>;
 
     /// `x[rows[i]] += weights[i] · y[i]`: the output of an expert to its tokens. No row comes twice.
-    fn add_rows(&self, x: &mut Self::Tensor, rows: &[u32], weights: &[f32], y: &Self::Tensor) -> Result<(), Error>;
+    fn add_rows(
+        &self,
+        x: &mut Self::Tensor,
+        rows: &[u32],
+        weights: &[f32],
+        y: &Self::Tensor,
+    ) -> Result<(), Error>;
 
     /// `x = cap · tanh(x / cap)`, in place.
     fn soft_cap(&self, x: &mut Self::Tensor, cap: f32) -> Result<(), Error>;
@@ -102,7 +128,12 @@ pub trait Operations: Sync {
 
     /// Compares the distributions that two models' logits `[m, vocabulary]` give, row by row. Equal logits
     /// give a divergence of exactly 0.
-    fn compare_logits(&self, source: &Self::Tensor, converted: &Self::Tensor, targets: &[u32]) -> Result<Vec<TokenScore>, Error>;
+    fn compare_logits(
+        &self,
+        source: &Self::Tensor,
+        converted: &Self::Tensor,
+        targets: &[u32],
+    ) -> Result<Vec<TokenScore>, Error>;
 }
 
 /// Rotary position embedding: pair j of a head (columns j and j + pairs: the half-split kind) turns by

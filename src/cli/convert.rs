@@ -4,7 +4,7 @@ use super::errors::Failure;
 use super::print;
 use super::progress::{Progress, Style};
 use super::summary::{plan_table, success, totals_line};
-use super::validate::{self, Measure, VALIDATION_FILE};
+use super::validate::{self, Measure, PAGE_FILE, VALIDATION_FILE};
 use clap::ValueEnum;
 use requant::checkpoint::{AllOnes, Checkpoint, OpenOptions};
 use requant::convert::{Begun, Check, ConvertOptions, Existing, Job, needed_bytes};
@@ -14,6 +14,7 @@ use requant::output;
 use requant::plan::readers::{READERS, Reader};
 use requant::plan::{DenseMembers, DenseType, GptqOptions, Order, Plan, PlanOptions, Target, WidthRule};
 use requant::validate::Validation;
+use requant::validate::page::html;
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
@@ -106,7 +107,7 @@ pub(super) struct Arguments {
     #[serde(skip)]
     force: bool,
     /// Validate the output before it gets its name: every layer, perplexity and KL divergence, in
-    /// validation.json beside it. What misses a limit or is broken is left as DIR.rejected.
+    /// validation.json and report.html beside it. What misses a limit or is broken is left as DIR.rejected.
     #[arg(help_heading = "Validation", long, conflicts_with = "dry_run")]
     #[serde(skip)]
     validate: bool,
@@ -308,10 +309,14 @@ impl Arguments {
         }
         let converted = Checkpoint::open(complete, &OpenOptions::default())?;
         let mut found = self.measure.validate(source, &converted, &self.measure.options(), progress)?;
-        found.converted.name = out.file_name().map_or(String::new(), |name| name.to_string_lossy().into_owned());
+        found.converted.name =
+            out.file_name().map_or(String::new(), |name| name.to_string_lossy().into_owned());
         let check = Check {
             rejected: !found.is_good(),
-            files: vec![(VALIDATION_FILE.into(), validate::to_json(&found).into_bytes())],
+            files: vec![
+                (VALIDATION_FILE.into(), validate::to_json(&found).into_bytes()),
+                (PAGE_FILE.into(), html(&found).into_bytes()),
+            ],
             summary: serde_json::to_value(found.summary()).ok(),
         };
         *validation = Some(found);

@@ -6,12 +6,16 @@ use super::progress::{Progress, Style};
 use requant::checkpoint::{AllOnes, Checkpoint, OpenOptions};
 use requant::kernels::Cpu;
 use requant::progress::Observer;
+use requant::validate::page::html;
 use requant::validate::report::{GateKind, LayerScores, LayoutFault, ModelSide, Verdict};
 use requant::validate::{DEFAULT_TOKENS, Gates, Layers, Options, SwapIn, Text, Validation, validate};
 use std::path::{Path, PathBuf};
 
 /// Name of a validation's report in a directory.
 pub(super) const VALIDATION_FILE: &str = "validation.json";
+
+/// Name of its page.
+pub(super) const PAGE_FILE: &str = "report.html";
 
 /// Measure what a conversion did: every layer, perplexity, KL divergence.
 #[derive(Debug, clap::Args)]
@@ -32,7 +36,7 @@ pub(super) struct Arguments {
     /// Tokens to measure each layer on: the first windows of the text.
     #[arg(long, value_name = "N", default_value_t = 1024)]
     layer_tokens: usize,
-    /// Write the report: a .json file, or a directory for all of it.
+    /// Write the report: a .json or .html file, or a directory for both.
     #[arg(long, value_name = "FILE|DIR")]
     report: Option<PathBuf>,
     /// What a stored zero point of only ones means, if the conversion was told.
@@ -97,7 +101,11 @@ impl Measure {
     /// Whether a flag was given that needs a validation.
     pub(super) fn is_given(&self) -> bool {
         let gates = self.gates();
-        self.text.is_some() || self.token_ids.is_some() || self.window.is_some() || self.bos || !gates.is_empty()
+        self.text.is_some()
+            || self.token_ids.is_some()
+            || self.window.is_some()
+            || self.bos
+            || !gates.is_empty()
     }
 
     fn gates(&self) -> Gates {
@@ -140,7 +148,10 @@ impl Measure {
 impl Arguments {
     pub(super) fn run(&self, json: bool) -> Result<(), Failure> {
         if self.layers.is_some() && self.swap_in == Switch::Off {
-            return Err(Failure::usage("--layers says which layers --swap-in measures".into(), "add --swap-in on"));
+            return Err(Failure::usage(
+                "--layers says which layers --swap-in measures".into(),
+                "add --swap-in on",
+            ));
         }
         let options = OpenOptions { all_ones: self.all_ones.map(AllOnes::from), ..OpenOptions::default() };
         let of_source = OpenOptions { zeros: self.source_zeros.map(Into::into), ..options };
@@ -187,11 +198,16 @@ pub(super) fn to_json(validation: &Validation) -> String {
 
 fn write_report(path: &Path, validation: &Validation) -> Result<(), Failure> {
     let failed = |e: std::io::Error| Failure::environment(format!("{}: {e}", path.display()));
-    if path.extension().is_some_and(|end| end == "json") {
-        return std::fs::write(path, to_json(validation)).map_err(failed);
+    let end = path.extension().and_then(|end| end.to_str());
+    match end {
+        Some("json") => std::fs::write(path, to_json(validation)).map_err(failed),
+        Some("html") => std::fs::write(path, html(validation)).map_err(failed),
+        _ => {
+            std::fs::create_dir_all(path).map_err(failed)?;
+            std::fs::write(path.join(VALIDATION_FILE), to_json(validation)).map_err(failed)?;
+            std::fs::write(path.join(PAGE_FILE), html(validation)).map_err(failed)
+        }
     }
-    std::fs::create_dir_all(path).map_err(failed)?;
-    std::fs::write(path.join(VALIDATION_FILE), to_json(validation)).map_err(failed)
 }
 
 /// A short text: the verdict, the figures, the worst layers.
@@ -224,7 +240,11 @@ pub(super) fn text(validation: &Validation) -> String {
     let worst = validation.layers.iter().max_by(|a, b| error(a).total_cmp(&error(b)));
     if let Some(layer) = worst.filter(|layer| error(layer) > 0.0) {
         let of = if layer.output.is_some() { "outputs" } else { "weights" };
-        lines.push(format!("  worst layer    {}: its {of} are off by {:.2} %", layer.source, error(layer) * 100.0));
+        lines.push(format!(
+            "  worst layer    {}: its {of} are off by {:.2} %",
+            layer.source,
+            error(layer) * 100.0
+        ));
     }
     let alone = validation.layers.iter().filter_map(|layer| Some((layer, layer.swap_in?)));
     if let Some((layer, swap)) = alone.max_by(|a, b| a.1.kl.total_cmp(&b.1.kl)) {
@@ -263,7 +283,8 @@ fn reason(validation: &Validation) -> String {
     match (validation.verdict, validation.non_finite) {
         (Verdict::Broken, _) => {
             let broken = validation.layers.iter().filter(|layer| layer.fault.is_some()).count();
-            let first = validation.layers.iter().find_map(|layer| Some((&layer.converted, layer.fault.as_ref()?)));
+            let first =
+                validation.layers.iter().find_map(|layer| Some((&layer.converted, layer.fault.as_ref()?)));
             let first = first.map_or(String::new(), |(name, fault)| format!("{name}: {}", fault_text(fault)));
             match broken {
                 0 | 1 => format!("broken: {first}"),

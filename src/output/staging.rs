@@ -267,7 +267,8 @@ pub fn is_resumable(out: &Path) -> bool {
 /// [`Error::HoldsSource`].
 pub fn check_apart(out: &Path, source: &Path) -> Result<(), Error> {
     let Ok(source) = source.canonicalize() else { return Ok(()) };
-    for dir in [out.to_owned(), partial_of(out), replaced(out), rejected_of(out), replaced(&rejected_of(out))] {
+    for dir in [out.to_owned(), partial_of(out), replaced(out), rejected_of(out), replaced(&rejected_of(out))]
+    {
         if dir.canonicalize().is_ok_and(|dir| source.starts_with(dir)) {
             return Err(Error::HoldsSource { path: dir });
         }

@@ -222,7 +222,9 @@ impl Diagnose for Error {
                 "SOURCE must be the model that CONVERTED was made of"
             }
             Self::TooShort { .. } => "give a longer text",
-            Self::Device(requant_kernels::Error::OutOfMemory { .. }) => "--device cpu needs none of its memory",
+            Self::Device(requant_kernels::Error::OutOfMemory { .. }) => {
+                "--device cpu needs none of its memory"
+            }
             _ => return None,
         };
         Some(hint.into())

@@ -60,7 +60,13 @@ fn squares(found: &[f32], wanted: &[f32]) -> (f64, f64) {
 }
 
 /// The cause of a weight's being off. `wanted` is the source's weight `[k, n]`, `found` the relative error.
-pub(super) fn name(pair: &Pair, unpacked: &Unpacked, wanted: &[f32], promise: Promise, found: f64) -> LayoutFault {
+pub(super) fn name(
+    pair: &Pair,
+    unpacked: &Unpacked,
+    wanted: &[f32],
+    promise: Promise,
+    found: f64,
+) -> LayoutFault {
     let fits = |weights: Option<Vec<f32>>| {
         weights.is_some_and(|weights| promise.is_met(relative_error(&weights, wanted)))
     };
@@ -130,13 +136,7 @@ fn exl2_values(matrix: &exl2::Matrix, n: usize) -> Vec<f32> {
 /// The weight with `by` taken from each scale index. One that would leave 0 to 15 has either wrapped or stayed
 /// at the end: of the values that it may have been, the one nearer to the source is taken, a column of a
 /// group at a time.
-fn exl2_index_off(
-    matrix: &exl2::Matrix,
-    n: usize,
-    by: i32,
-    wanted: &[f32],
-    pair: &Pair,
-) -> Option<Vec<f32>> {
+fn exl2_index_off(matrix: &exl2::Matrix, n: usize, by: i32, wanted: &[f32], pair: &Pair) -> Option<Vec<f32>> {
     let shifted = |clamp: bool| -> Vec<u8> {
         let shift = |&index: &u8| {
             let before = i32::from(index) - by;
@@ -156,11 +156,13 @@ fn exl2_index_off(
     for rows in group_rows(&matrix_groups(matrix), matrix.invperm()) {
         for column in 0..n {
             let miss = |values: &[f32]| -> f64 {
-                let miss = |&row: &usize| f64::from(values[row * n + column] - wanted[row * n + column]).powi(2);
+                let miss =
+                    |&row: &usize| f64::from(values[row * n + column] - wanted[row * n + column]).powi(2);
                 rows.iter().map(miss).sum()
             };
             if miss(&values_clamped) < miss(&values_wrapped) {
-                rows.iter().for_each(|row| values_wrapped[row * n + column] = values_clamped[row * n + column]);
+                rows.iter()
+                    .for_each(|row| values_wrapped[row * n + column] = values_clamped[row * n + column]);
             }
         }
     }
@@ -239,7 +241,8 @@ fn swapped(pair: &Pair, unpacked: &Unpacked, wanted: &[f32], promise: Promise) -
     let mut suspects: Vec<usize> = (0..groups.len()).collect();
     let size = |group: usize| {
         let rows = &groups[group];
-        let norm: f64 = rows.iter().map(|&r| row(&wanted, r).iter().map(|&w| f64::from(w).powi(2)).sum::<f64>()).sum();
+        let norm: f64 =
+            rows.iter().map(|&r| row(&wanted, r).iter().map(|&w| f64::from(w).powi(2)).sum::<f64>()).sum();
         misses[group] / norm.max(f64::MIN_POSITIVE)
     };
     suspects.sort_by(|&a, &b| size(b).total_cmp(&size(a)));
@@ -290,7 +293,8 @@ fn with_scales_swapped(unpacked: &Unpacked, n: usize, first: usize, second: usiz
                 index.swap(first * stored + column, second * stored + column);
             }
             let (groups, codes) = (matrix.groups().clone(), matrix.codes().to_vec());
-            let other = exl2::Matrix::new(groups, stored, codes, index, max, matrix.invperm().clone()).ok()?;
+            let other =
+                exl2::Matrix::new(groups, stored, codes, index, max, matrix.invperm().clone()).ok()?;
             Some(exl2_values(&other, n))
         }
         Unpacked::Dense => None,

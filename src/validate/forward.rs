@@ -55,7 +55,9 @@ impl Models<'_> {
     /// The pairs of a block, by place.
     pub(super) fn pairs_of(&self, layer: usize) -> BTreeMap<LinearId, usize> {
         let places = self.pairs.iter().enumerate();
-        places.filter_map(|(i, pair)| id_of(pair).filter(|(l, _)| *l == layer).map(|(_, id)| (id, i))).collect()
+        places
+            .filter_map(|(i, pair)| id_of(pair).filter(|(l, _)| *l == layer).map(|(_, id)| (id, i)))
+            .collect()
     }
 
     /// The converted linear of a pair, with the source's order of rows and columns.

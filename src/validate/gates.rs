@@ -57,12 +57,10 @@ mod tests {
 
     #[test]
     fn limits_are_met_at_the_limit_and_missed_beyond() {
-        let met = |gates: Gates| gates.outcome(Some(&scores())).iter().map(|gate| gate.met).collect::<Vec<_>>();
-        let all = |kl, ppl, top1| Gates {
-            max_kl: Some(kl),
-            max_ppl_increase: Some(ppl),
-            min_top1: Some(top1),
-        };
+        let met =
+            |gates: Gates| gates.outcome(Some(&scores())).iter().map(|gate| gate.met).collect::<Vec<_>>();
+        let all =
+            |kl, ppl, top1| Gates { max_kl: Some(kl), max_ppl_increase: Some(ppl), min_top1: Some(top1) };
         assert_eq!(met(all(0.05, 0.11, 0.9)), [true; 3]);
         assert_eq!(met(all(0.0499, 0.0999, 0.9001)), [false; 3]);
         assert_eq!(met(Gates::default()), [false; 0]);

@@ -73,8 +73,10 @@ pub(super) fn role_name(role: Option<Role>) -> &'static str {
 
 fn check_pair(source: &Checkpoint, converted: &Checkpoint, pair: &Pair) -> Result<Checked, crate::Error> {
     // Pairs name modules that exist.
-    let Some(module) = converted.module(&pair.converted) else { return Err(super::Error::NothingInCommon.into()) };
-    let wanted = source_values(source, &pair.source)?;
+    let Some(module) = pair.converted_module(converted) else {
+        return Err(super::Error::NothingInCommon.into());
+    };
+    let wanted = source_values(source, pair)?;
     let found = pair.to_source_order(converted.decoded(module)?);
     let weight_error = relative_error(&found, &wanted);
     let fault = match pair.promise {
@@ -84,9 +86,9 @@ fn check_pair(source: &Checkpoint, converted: &Checkpoint, pair: &Pair) -> Resul
         }
         _ => None,
     };
-    let bias_is_same = bias_of(source, source.module(&pair.source), None)?
-        == bias_of(converted, Some(module), Some(pair))?;
-    let before = source.module(&pair.source).map(Module::layout);
+    let bias_is_same =
+        bias_of(source, pair.source_module(source), None)? == bias_of(converted, Some(module), Some(pair))?;
+    let before = pair.source_module(source).map(Module::layout);
     let scores = LayerScores {
         source: pair.source.clone(),
         converted: pair.converted.clone(),
@@ -116,7 +118,9 @@ fn bias_of(
     module: Option<&Module>,
     pair: Option<&Pair>,
 ) -> Result<Option<Vec<f32>>, crate::Error> {
-    let Some(bias) = module.map(|module| checkpoint.bias(module)).transpose()?.flatten() else { return Ok(None) };
+    let Some(bias) = module.map(|module| checkpoint.bias(module)).transpose()?.flatten() else {
+        return Ok(None);
+    };
     let bias = match pair.and_then(|pair| pair.columns.as_ref()) {
         Some(columns) => super::pair::reorder(bias.clone(), bias.len(), None, Some(columns)),
         None => bias,
@@ -134,5 +138,9 @@ fn unpack(converted: &Checkpoint, module: &Module) -> Result<Unpacked, crate::Er
 
 /// Bits of a module's tensors, the bias included.
 pub(super) fn stored_bits(checkpoint: &Checkpoint, module: &Module) -> u64 {
-    module.tensor_names().filter_map(|name| checkpoint.tensor(&name)).map(|t| t.bytes().len() as u64 * 8).sum()
+    module
+        .tensor_names()
+        .filter_map(|name| checkpoint.tensor(&name))
+        .map(|t| t.bytes().len() as u64 * 8)
+        .sum()
 }

@@ -62,8 +62,13 @@ pub fn validate<O: Operations>(
     let mut validation = begin(source, converted, windows.as_ref(), &ops.name(), &checked);
     match (&models, &windows) {
         (Ok((a, b)), Some(windows)) => {
-            let models =
-                forward::Models { source: a, converted: b, converted_files: converted, pairs: &pairs, checked: &checked };
+            let models = forward::Models {
+                source: a,
+                converted: b,
+                converted_files: converted,
+                pairs: &pairs,
+                checked: &checked,
+            };
             compare(ops, &models, windows, options, &mut validation, observer)?;
         }
         (Err(why), _) => validation.not_run.push(format!("Perplexity, KL and the outputs of layers: {why}.")),
@@ -142,8 +147,11 @@ fn compare<O: Operations>(
         validation.not_run.push("Perplexity of each layer alone: it was not asked for.".into());
         return Ok(());
     };
-    let errors: Vec<f64> =
-        validation.layers.iter().map(|layer| layer.output.map_or(layer.weight_error, |o| o.relative_error)).collect();
+    let errors: Vec<f64> = validation
+        .layers
+        .iter()
+        .map(|layer| layer.output.map_or(layer.weight_error, |o| o.relative_error))
+        .collect();
     let variants = swap::variants(models, &swap_in.layers, &errors)?;
     let tokens = windows.first(swap_in.tokens);
     validation.conditions.layer_tokens = tokens.len();
@@ -227,7 +235,10 @@ fn finish(validation: &mut Validation, options: &Options, exact: bool) {
 
 fn side(checkpoint: &Checkpoint) -> Side {
     let quantized = || {
-        checkpoint.modules().iter().filter(|m| m.layout().is_quantized() && m.name() != crate::arch::HEAD)
+        checkpoint
+            .modules()
+            .iter()
+            .filter(|m| m.layout().is_quantized() && m.name() != checkpoint.naming().head)
     };
     let bits: u64 = quantized().map(|module| layer::stored_bits(checkpoint, module)).sum();
     let weights: u64 = quantized().map(|module| module.weights()).sum();

@@ -4,7 +4,7 @@
 //! the names.
 
 use super::Error;
-use crate::arch::{EMBEDDING, HEAD, Linear};
+use crate::arch::{Columns, Linear};
 use crate::checkpoint::{Checkpoint, Module};
 use crate::convert::REPORT_FILE;
 use crate::convert::report::{Exactness, SCHEMA};
@@ -17,8 +17,14 @@ use std::collections::BTreeMap;
 pub(super) struct Pair {
     /// Name in the source.
     pub(super) source: String,
+    /// Of a linear that is fused with others in the source: its columns there.
+    pub(super) part: Option<Columns>,
     /// Name in the converted model.
     pub(super) converted: String,
+    /// The same in the converted model.
+    pub(super) converted_part: Option<Columns>,
+    /// Whether it is the output head.
+    pub(super) head: bool,
     /// Its place; `None` for the head, and where the architecture is unknown.
     pub(super) linear: Option<Linear>,
     /// k.
@@ -47,7 +53,17 @@ pub(super) enum Promise {
 impl Pair {
     /// Whether it is the output head.
     pub(super) fn is_head(&self) -> bool {
-        self.source == HEAD
+        self.head
+    }
+
+    /// The source's module, or part of one; of a head that it doesn't store, nothing.
+    pub(super) fn source_module<'a>(&self, source: &'a Checkpoint) -> Option<&'a Module> {
+        source.part(&self.source, self.part.as_ref())
+    }
+
+    /// The converted module, or part of one.
+    pub(super) fn converted_module<'a>(&self, converted: &'a Checkpoint) -> Option<&'a Module> {
+        converted.part(&self.converted, self.converted_part.as_ref())
     }
 
     /// Whether rows or columns stand in another order in the converted model.
@@ -84,11 +100,11 @@ pub(super) fn reorder<T: Copy>(
 }
 
 /// A weight of the source `[k, n]`, exact; of a head that it doesn't store, the embedding.
-pub(super) fn source_values(source: &Checkpoint, name: &str) -> Result<Vec<f32>, crate::Error> {
-    if let Some(module) = source.module(name) {
+pub(super) fn source_values(source: &Checkpoint, pair: &Pair) -> Result<Vec<f32>, crate::Error> {
+    if let Some(module) = pair.source_module(source) {
         return Ok(source.decoded(module)?);
     }
-    let Some(embedding) = source.tensor(EMBEDDING) else { return Ok(Vec::new()) };
+    let Some(embedding) = source.tensor(&source.naming().embedding_weight()) else { return Ok(Vec::new()) };
     let floats = embedding.floats().unwrap_or_default();
     Ok(crate::checkpoint::transpose(&floats, embedding.shape()[0], embedding.shape()[1]))
 }
@@ -110,6 +126,8 @@ struct ReportSource {
 struct ReportModule {
     name: String,
     source: String,
+    #[serde(default)]
+    columns: Option<Columns>,
     exactness: Exactness,
     relative_error: f64,
     row_order: Option<Vec<u32>>,
@@ -133,7 +151,7 @@ pub(super) fn pairs(source: &Checkpoint, converted: &Checkpoint) -> Result<Vec<P
     };
     for pair in &pairs {
         // A file can hold any name, so the report's are looked up again.
-        let found = converted.module(&pair.converted);
+        let found = pair.converted_module(converted);
         let sizes = |k: usize, n: usize| format!("{k} × {n}");
         let expected = sizes(pair.in_features, pair.out_features);
         let found = found.map_or("nothing".into(), |m| sizes(m.in_features(), m.out_features()));
@@ -185,9 +203,11 @@ fn by_report(source: &Checkpoint, converted: &Checkpoint, report: &Report) -> Re
     }
     let mut pairs = Vec::with_capacity(report.modules.len());
     for module in &report.modules {
-        let (in_features, out_features) = match (source.module(&module.source), source.dims()) {
+        let found = source.part(&module.source, module.columns.as_ref());
+        let head = module.source == source.naming().head;
+        let (in_features, out_features) = match (found, source.dims()) {
             (Some(found), _) => (found.in_features(), found.out_features()),
-            (None, Some(dims)) if module.source == HEAD => (dims.hidden, dims.vocab),
+            (None, Some(dims)) if head => (dims.hidden, dims.vocab),
             _ => return Err(failed(format!("the source has no {}", module.source))),
         };
         let rows = orders.get(module.source.as_str()).cloned();
@@ -208,9 +228,12 @@ fn by_report(source: &Checkpoint, converted: &Checkpoint, report: &Report) -> Re
             Exactness::Requantized => Promise::Error(module.relative_error),
         };
         pairs.push(Pair {
-            linear: source.module(&module.source).and_then(|module| module.linear().cloned()),
+            linear: found.and_then(|module| module.linear().cloned()),
             source: module.source.clone(),
+            part: module.columns.clone(),
             converted: module.name.clone(),
+            converted_part: None,
+            head,
             in_features,
             out_features,
             rows,
@@ -223,32 +246,45 @@ fn by_report(source: &Checkpoint, converted: &Checkpoint, report: &Report) -> Re
 
 /// Pairs by block, role and expert; of unknown architectures by name.
 fn by_place(source: &Checkpoint, converted: &Checkpoint) -> Vec<Pair> {
-    let place = |module: &Module| module.linear().map(|l| (l.layer, l.role, l.expert));
-    let other: BTreeMap<_, &Module> =
-        converted.modules().iter().filter_map(|module| Some((place(module)?, module))).collect();
-    let pair = |name: &str, in_features, out_features, linear: Option<&Linear>, converted: &Module| Pair {
-        source: name.into(),
-        converted: converted.name().into(),
-        linear: linear.cloned(),
-        in_features,
-        out_features,
-        rows: None,
-        columns: None,
-        promise: None,
+    let place = |linear: &Linear| (linear.layer, linear.role, linear.expert);
+    let linears = |checkpoint: &'_ Checkpoint| -> Vec<Linear> {
+        checkpoint.modules().iter().flat_map(|module| module.linears().iter().cloned()).collect()
     };
-    let mut pairs: Vec<Pair> = (source.modules().iter())
-        .filter_map(|module| {
-            let found = match place(module) {
-                Some(place) if converted.architecture().is_some() => other.get(&place).copied(),
-                _ => converted.module(module.name()),
-            };
-            let (k, n) = (module.in_features(), module.out_features());
-            Some(pair(module.name(), k, n, module.linear(), found?))
-        })
-        .collect();
+    let other: BTreeMap<_, Linear> = linears(converted).into_iter().map(|l| (place(&l), l)).collect();
+    let mut pairs = Vec::new();
+    let mut add = |name: &str, linear: Option<&Linear>, sizes: (usize, usize), to: &str, to_part, head| {
+        pairs.push(Pair {
+            source: name.into(),
+            part: linear.and_then(|linear| linear.columns.clone()),
+            converted: to.into(),
+            converted_part: to_part,
+            head,
+            linear: linear.cloned(),
+            in_features: sizes.0,
+            out_features: sizes.1,
+            rows: None,
+            columns: None,
+            promise: None,
+        });
+    };
+    let (head, other_head) = (source.naming().head, converted.naming().head);
+    for module in source.modules() {
+        for linear in module.linears() {
+            if let Some(to) = other.get(&place(linear)) {
+                let sizes = (linear.in_features, linear.out_features);
+                add(module.name(), Some(linear), sizes, &to.name, to.columns.clone(), false);
+            }
+        }
+        let is_head = module.name() == head;
+        let to = if is_head { other_head } else { module.name() };
+        if module.linears().is_empty() && converted.module(to).is_some() {
+            let sizes = (module.in_features(), module.out_features());
+            add(module.name(), None, sizes, to, None, is_head);
+        }
+    }
     // A converter may have written out the head that the source ties to the embedding.
-    if let (None, Some(head), Some(dims)) = (source.module(HEAD), converted.module(HEAD), source.dims()) {
-        pairs.push(pair(HEAD, dims.hidden, dims.vocab, None, head));
+    if let (None, Some(_), Some(dims)) = (source.module(head), converted.module(other_head), source.dims()) {
+        add(head, None, (dims.hidden, dims.vocab), other_head, None, true);
     }
     pairs
 }

@@ -44,7 +44,11 @@ impl Variant {
 ///
 /// # Errors
 /// A pattern that is none, or that no name matches.
-pub(super) fn variants(models: &Models<'_>, layers: &Layers, errors: &[f64]) -> Result<Vec<Variant>, super::Error> {
+pub(super) fn variants(
+    models: &Models<'_>,
+    layers: &Layers,
+    errors: &[f64],
+) -> Result<Vec<Variant>, super::Error> {
     let mut units: BTreeMap<(usize, Role), Vec<usize>> = BTreeMap::new();
     for (i, pair) in models.pairs.iter().enumerate() {
         if let Some((layer, id)) = id_of(pair) {
@@ -65,16 +69,24 @@ pub(super) fn variants(models: &Models<'_>, layers: &Layers, errors: &[f64]) -> 
         Layers::All => {
             all.retain(converted);
             let changed: Vec<usize> = all.iter().filter_map(Variant::layer).collect();
-            all.extend((0..models.source.layers()).filter(|l| changed.contains(l)).map(|layer| Variant::Blocks { layer }));
+            all.extend(
+                (0..models.source.layers())
+                    .filter(|l| changed.contains(l))
+                    .map(|layer| Variant::Blocks { layer }),
+            );
         }
         Layers::Worst(count) => {
             all.retain(converted);
-            let error = |variant: &Variant| members(variant).iter().map(|&pair| errors[pair]).fold(0.0, f64::max);
+            let error =
+                |variant: &Variant| members(variant).iter().map(|&pair| errors[pair]).fold(0.0, f64::max);
             all.sort_by(|a, b| error(b).total_cmp(&error(a)));
             all.truncate(*count);
         }
         Layers::Matching(pattern) => {
-            let failed = |e: fancy_regex::Error| super::Error::Pattern { pattern: pattern.clone(), message: e.to_string() };
+            let failed = |e: fancy_regex::Error| super::Error::Pattern {
+                pattern: pattern.clone(),
+                message: e.to_string(),
+            };
             let regex = Regex::new(pattern).map_err(failed)?;
             let mut kept = Vec::new();
             for variant in all {
@@ -199,6 +211,9 @@ struct Pass<'a, O: Operations> {
 /// Hidden states, a chunk of windows each.
 type States<O> = Vec<<O as Operations>::Tensor>;
 
+/// A linear and its place in a block.
+type Placed<O> = (LinearId, Arc<Linear<O>>);
+
 impl<O: Operations> Pass<'_, O> {
     fn run(&self, tallies: &mut [Tally], observer: &dyn Observer) -> Result<(), crate::Error> {
         let (ops, window) = (self.ops, self.windows.window);
@@ -242,7 +257,7 @@ impl<O: Operations> Pass<'_, O> {
         Ok(())
     }
 
-    fn linears(&self, other: &Block<O>, pairs: &[usize]) -> Result<Vec<(LinearId, Arc<Linear<O>>)>, crate::Error> {
+    fn linears(&self, other: &Block<O>, pairs: &[usize]) -> Result<Vec<Placed<O>>, crate::Error> {
         let mut linears = Vec::with_capacity(pairs.len());
         for &pair in pairs {
             let linear = self.models.linear(self.ops, other, pair)?;
@@ -257,7 +272,12 @@ impl<O: Operations> Pass<'_, O> {
         states.iter().map(|state| Ok(self.ops.copy(state)?)).collect()
     }
 
-    fn forward(&self, block: &Block<O>, states: &mut [O::Tensor], observer: &dyn Observer) -> Result<(), crate::Error> {
+    fn forward(
+        &self,
+        block: &Block<O>,
+        states: &mut [O::Tensor],
+        observer: &dyn Observer,
+    ) -> Result<(), crate::Error> {
         for state in states {
             cancel(observer)?;
             *state = block.forward(self.ops, state, self.windows.window, &mut |_, _, _| Ok(()))?;

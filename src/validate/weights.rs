@@ -13,7 +13,9 @@ pub(super) fn linear<O: Operations>(
     pair: &Pair,
 ) -> Result<Arc<Linear<O>>, crate::Error> {
     // Pairs name modules that exist.
-    let Some(module) = converted.module(&pair.converted) else { return Err(super::Error::NothingInCommon.into()) };
+    let Some(module) = pair.converted_module(converted) else {
+        return Err(super::Error::NothingInCommon.into());
+    };
     let (k, n) = (pair.in_features, pair.out_features);
     let weights = pair.to_source_order(converted.decoded(module)?);
     let bytes: Vec<u8> = transpose(&weights, k, n).iter().flat_map(|w| w.to_le_bytes()).collect();

@@ -60,7 +60,8 @@ fn head_of_window(
         let oldest = shape.sliding.map_or(0, |sliding| (start + 1).saturating_sub(sliding));
         let seen = start + count - oldest;
         let queries = part(q, head, start, count);
-        let rows = |x: &'_ [f32], from: usize, rows: usize| -> Vec<f32> { x[from * d..(from + rows) * d].to_vec() };
+        let rows =
+            |x: &'_ [f32], from: usize, rows: usize| -> Vec<f32> { x[from * d..(from + rows) * d].to_vec() };
         let (keys, values) = (rows(&keys, oldest, seen), rows(&values, oldest, seen));
         scores.clear();
         scores.resize(count * seen, 0.0);

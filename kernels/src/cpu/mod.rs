@@ -197,7 +197,8 @@ impl Operations for Cpu {
         let pairs = rope.frequencies.len();
         let fits = head_dim > 0 && window > 0 && x.columns.is_multiple_of(head_dim) && 2 * pairs <= head_dim;
         expect("rotate", fits, || {
-            let found = format!("{} of {pairs} pairs in heads of {head_dim}, window {window}", x.in_words("x"));
+            let found =
+                format!("{} of {pairs} pairs in heads of {head_dim}, window {window}", x.in_words("x"));
             (found, "whole heads with room for the pairs".into())
         })?;
         let columns = x.columns;
@@ -320,7 +321,8 @@ impl Dense {
     }
 
     fn check(&self, operation: &'static str) -> Result<(), Error> {
-        let needed = self.in_features.checked_mul(self.out_features).and_then(|n| n.checked_mul(self.dtype.size()));
+        let needed =
+            self.in_features.checked_mul(self.out_features).and_then(|n| n.checked_mul(self.dtype.size()));
         let found = (*self.bytes).as_ref().len();
         expect(operation, needed == Some(found), || {
             (format!("{found} bytes"), format!("{} × {} elements", self.out_features, self.in_features))

@@ -82,7 +82,14 @@ fn product(x: &Tensor, panel: MatRef<'_, f32>, first: usize, y: &mut Tensor) {
         y.values.par_chunks_mut(ROWS * n).enumerate().for_each(|(i, rows)| {
             let m = rows.len() / n;
             let y = MatMut::from_row_major_slice_mut(rows, m, n).submatrix_mut(0, first, m, count);
-            faer::linalg::matmul::matmul(y, Accum::Replace, x.submatrix(i * ROWS, 0, m, k), panel, 1.0, Par::Seq);
+            faer::linalg::matmul::matmul(
+                y,
+                Accum::Replace,
+                x.submatrix(i * ROWS, 0, m, k),
+                panel,
+                1.0,
+                Par::Seq,
+            );
         });
         return;
     }

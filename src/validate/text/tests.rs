@@ -47,7 +47,8 @@ fn the_built_in_text_has_enough_tokens() {
 #[test]
 fn jsonl_and_plain_text_of_the_same_words_give_the_same_tokens() {
     let (_dir, plain) = file("a.txt", b"The first text.\n\nThe second.");
-    let (_dir2, lines) = file("a.jsonl", b"{\"text\": \"The first text.\"}\n\n{\"text\":\"The second.\",\"n\":1}\n");
+    let (_dir2, lines) =
+        file("a.jsonl", b"{\"text\": \"The first text.\"}\n\n{\"text\":\"The second.\",\"n\":1}\n");
     let tokens = |path| Windows::new(&Text::File(path), &model(), 100, None, false).unwrap().tokens;
     assert_eq!(tokens(plain), tokens(lines));
 }
