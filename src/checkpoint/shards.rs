@@ -218,7 +218,7 @@ fn open_shard(dir: &Path, name: &str) -> Result<(Shard, Header), Error> {
     let map = Arc::new(Mapped::open(&path).map_err(|e| Error::new(&path, e))?);
     let header =
         Header::parse(map.bytes()).map_err(|Lie { tensor, fault }| Error { file: path, tensor, fault })?;
-    Ok((Shard { name: name.into(), map: std::sync::Arc::new(map), header_len: header.len }, header))
+    Ok((Shard { name: name.into(), map, header_len: header.len }, header))
 }
 
 /// The files of the directory that matter here, each list sorted.

@@ -13,7 +13,7 @@ mod load;
 mod rope;
 mod spec;
 
-pub use block::{Block, Embedding, Head, Linear};
+pub use block::{Block, Embedding, Head, Linear, Tap};
 pub use spec::Unsupported;
 
 use crate::arch::Role;

@@ -139,6 +139,9 @@ pub enum Error {
         /// What is wrong with it.
         message: String,
     },
+    /// The model has no forward pass here.
+    #[error("{0}")]
+    Unsupported(#[from] crate::model::Unsupported),
     /// The device failed.
     #[error(transparent)]
     Device(#[from] requant_kernels::Error),
@@ -176,6 +179,7 @@ impl Diagnose for Error {
             Self::Report { .. } => "validate.report",
             Self::NoLayers { .. } => "validate.no_layers",
             Self::Pattern { .. } => "validate.pattern",
+            Self::Unsupported(_) => "validate.unsupported",
             Self::Device(_) => "validate.device",
         }
     }

@@ -220,6 +220,12 @@ impl Logits<'_> {
         all.chunks(most).map(<[u32]>::to_vec).collect()
     }
 
+    /// The token after a row's, in the same window.
+    pub(super) fn target(&self, row: u32) -> Option<u32> {
+        let next = self.first + row as usize + 1;
+        self.windows.tokens.get(next).copied().filter(|_| !next.is_multiple_of(self.windows.window))
+    }
+
     /// Adds what both models say of these rows.
     pub(super) fn score<O: Operations>(
         &self,
@@ -229,11 +235,8 @@ impl Logits<'_> {
         rows: &[u32],
         tally: &mut Tally,
     ) -> Result<(), crate::Error> {
-        let (tokens, window) = (&self.windows.tokens, self.windows.window);
-        let target = |row: u32| {
-            let next = self.first + row as usize + 1;
-            tokens.get(next).copied().filter(|_| !next.is_multiple_of(window))
-        };
+        let window = self.windows.window;
+        let target = |row| self.target(row);
         // A token that is the last of its window predicts nothing, so any target will do.
         let targets: Vec<u32> = rows.iter().map(|&row| target(row).unwrap_or(0)).collect();
         let scores = ops.compare_logits(source, other, &targets)?;

@@ -11,6 +11,7 @@ mod layer;
 mod options;
 pub mod page;
 mod pair;
+mod perplexity;
 pub mod report;
 mod scores;
 pub mod summary;
@@ -20,6 +21,7 @@ mod weights;
 
 pub use error::{Error, LineProblem};
 pub use gates::Gates;
+pub use perplexity::{Perplexity, perplexity};
 pub use options::{DEFAULT_TOKENS, Layers, Options, SwapIn};
 pub use report::Validation;
 pub use text::{Text, Windows};
