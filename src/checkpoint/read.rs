@@ -48,31 +48,46 @@ impl Checkpoint {
     ///
     /// # Errors
     /// [`Fault::OtherLayout`] for another layout; [`Fault::AllOnes`], [`Fault::Smear`].
-    pub fn gptq<'a>(&'a self, module: &Module) -> Result<gptq::Matrix, Error> {
+    pub fn gptq(&self, module: &Module) -> Result<gptq::Matrix, Error> {
+        let Layout::Gptq(stored) = &module.layout else { return Err(self.other_layout(module, "gptq")) };
+        let zeros = self.gptq_zeros(module)?;
+        let (qweight, scales) = (self.need(module, "qweight")?, self.need(module, "scales")?);
+        let shape = stored.shape;
+        let words = columns_of_words(qweight, module.whole_out_features);
+        let codes = gptq::unpack_codes(&shape, &module.cut(words)).map_err(|e| qweight.error(e))?;
+        let floats = Cow::Owned(scales.floats().unwrap_or_default());
+        let floats = first_columns(floats, scales.shape()[1], module.whole_out_features);
+        let g_idx = self.gptq_g_idx(module)?;
+        gptq::Matrix::new(shape, codes, zeros, module.cut(floats).into_owned(), g_idx)
+            .map_err(|e| scales.error(e))
+    }
+
+    /// The zero points of a GPTQ module, `[groups, out_features]`.
+    ///
+    /// # Errors
+    /// Those of [`gptq`](Self::gptq).
+    pub fn gptq_zeros(&self, module: &Module) -> Result<Vec<u16>, Error> {
         let Layout::Gptq(stored) = &module.layout else { return Err(self.other_layout(module, "gptq")) };
         self.require_decoded_zeros([module])?;
         let Some(encoding) = stored.zeros.encoding else { unreachable!("refused above") };
-        let (qweight, qzeros) = (self.need(module, "qweight")?, self.need(module, "qzeros")?);
-        let scales = self.need(module, "scales")?;
-        let shape = stored.shape;
-        let whole = Shape { out_features: module.whole_out_features, ..shape };
-        // Files can be padded to more columns than the model has.
-        let words = |tensor: TensorView<'a>, kept| {
-            first_columns(tensor.words().unwrap_or_default(), tensor.shape()[1], kept)
-        };
-        let codes = gptq::unpack_codes(&shape, &module.cut(words(qweight, whole.out_features)));
-        let codes = codes.map_err(|e| qweight.error(e))?;
+        let qzeros = self.need(module, "qzeros")?;
+        let whole = Shape { out_features: module.whole_out_features, ..stored.shape };
         // Parts need not begin at a word.
-        let zeros = gptq::decode_zeros(&whole, &words(qzeros, whole.qzeros()[1]), encoding);
-        let zeros = module.cut(Cow::Owned(zeros.map_err(|e| qzeros.error(e))?)).into_owned();
-        let floats = Cow::Owned(scales.floats().unwrap_or_default());
-        let floats = module.cut(first_columns(floats, scales.shape()[1], whole.out_features)).into_owned();
+        let zeros = gptq::decode_zeros(&whole, &columns_of_words(qzeros, whole.qzeros()[1]), encoding);
+        Ok(module.cut(Cow::Owned(zeros.map_err(|e| qzeros.error(e))?)).into_owned())
+    }
+
+    /// The groups of a GPTQ module's rows.
+    ///
+    /// # Errors
+    /// [`Fault::OtherLayout`] for another layout.
+    pub fn gptq_g_idx(&self, module: &Module) -> Result<GIdx, Error> {
+        let Layout::Gptq(stored) = &module.layout else { return Err(self.other_layout(module, "gptq")) };
         let g_idx = self.tensor(&format!("{}.g_idx", module.name));
         let index = g_idx.and_then(|tensor| tensor.integers());
-        let stated = module.stated_group_size;
-        let g_idx = GIdx::new(index.as_deref(), shape.in_features, shape.groups, stated)
-            .map_err(|e| g_idx.unwrap_or(scales).error(e))?;
-        gptq::Matrix::new(shape, codes, zeros, floats, g_idx).map_err(|e| scales.error(e))
+        let (shape, stated) = (stored.shape, module.stated_group_size);
+        let tensor = g_idx.map_or_else(|| self.need(module, "scales"), Ok)?;
+        GIdx::new(index.as_deref(), shape.in_features, shape.groups, stated).map_err(|e| tensor.error(e))
     }
 
     /// Unpacks an EXL2 module, and checks every code and scale of it.
@@ -178,6 +193,11 @@ impl Checkpoint {
         let file = self.tensor(&name).map_or(self.shards.list_of_tensors(), |tensor| tensor.file());
         Error::tensor(file, name, fault)
     }
+}
+
+/// The words of a tensor, of which a file can have more columns than the model has.
+fn columns_of_words(tensor: TensorView<'_>, kept: usize) -> Cow<'_, [u32]> {
+    first_columns(tensor.words().unwrap_or_default(), tensor.shape()[1], kept)
 }
 
 impl Module {

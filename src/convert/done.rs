@@ -4,11 +4,12 @@
 //! does again what isn't there, be it for a kill or a power cut.
 
 use super::report::{Exactness, TensorOrigin};
-use crate::output::{Journal, ShardWriter, Staging};
+use crate::output::{self, Journal, ShardWriter, Staging};
 use crate::progress::{Event, Observer};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::thread::{Scope, ScopedJoinHandle};
 
 /// Bytes of output between two syncs: a power cut costs no more than the work on these, and the last sync
 /// doesn't have to bring a whole model to the disk at once. A kill costs the module in work.
@@ -19,7 +20,7 @@ const SYNC_EVERY: u64 = 256 << 20;
 pub(super) struct Done {
     /// The module's or tensor's name in the output.
     unit: String,
-    /// Its tensors and the sha256 of their bytes.
+    /// Its tensors and the checksums of their bytes.
     tensors: Vec<(String, String)>,
     /// Its part of the report.
     pub(super) origins: Vec<TensorOrigin>,
@@ -96,19 +97,55 @@ impl Progress {
         origins: &[TensorOrigin],
         outcome: Option<Outcome>,
         writer: &ShardWriter,
+        syncs: &mut Syncs<'_, '_>,
     ) -> Result<(), crate::Error> {
         let Some(journal) = &mut self.journal else { return Ok(()) };
-        let hash = |origin: &TensorOrigin| Some((origin.name.clone(), writer.sha256(&origin.name)?));
+        let hash = |origin: &TensorOrigin| Some((origin.name.clone(), writer.checksum(&origin.name)?));
         let tensors = origins.iter().filter_map(hash).collect();
         let done = Done { unit: unit.into(), tensors, origins: origins.to_vec(), outcome };
         // Names, numbers that are finite, lists of these: nothing here can fail to serialise.
         journal.append(&serde_json::to_vec(&done).unwrap_or_default())?;
         self.unsynced += origins.iter().filter_map(|origin| writer.bytes_of(&origin.name)).sum::<u64>();
         if self.unsynced >= SYNC_EVERY {
-            writer.sync()?;
-            journal.sync()?;
+            if syncs.begin()? {
+                journal.sync()?;
+            }
             self.unsynced = 0;
         }
         Ok(())
+    }
+}
+
+/// Brings what is written to the disk while the work goes on, one sync after the other.
+pub(super) struct Syncs<'scope, 'env> {
+    scope: &'scope Scope<'scope, 'env>,
+    writer: &'env ShardWriter,
+    running: Option<ScopedJoinHandle<'scope, Result<(), output::Error>>>,
+}
+
+impl<'scope, 'env> Syncs<'scope, 'env> {
+    pub(super) fn new(scope: &'scope Scope<'scope, 'env>, writer: &'env ShardWriter) -> Self {
+        Self { scope, writer, running: None }
+    }
+
+    /// Begins another, unless the one before still runs. Gives whether one has ended since.
+    fn begin(&mut self) -> Result<bool, output::Error> {
+        if self.running.as_ref().is_some_and(|running| !running.is_finished()) {
+            return Ok(false);
+        }
+        let ended = self.running.is_some();
+        self.wait()?;
+        let writer = self.writer;
+        self.running = Some(self.scope.spawn(move || writer.sync()));
+        Ok(ended)
+    }
+
+    /// Waits for the one that runs.
+    pub(super) fn wait(&mut self) -> Result<(), output::Error> {
+        match self.running.take().map(ScopedJoinHandle::join) {
+            None => Ok(()),
+            Some(Ok(result)) => result,
+            Some(Err(panic)) => std::panic::resume_unwind(panic),
+        }
     }
 }

@@ -5,7 +5,7 @@ use super::module::{floats, not_finite};
 use crate::checkpoint::{Checkpoint, Layout, TensorView};
 use crate::plan::{BiasDecision, Decision, DenseType, Plan, PlannedModule};
 use crate::progress::Observer;
-use crate::quantize::to_half;
+use crate::quantize::{NotFinite, to_half};
 use crate::warning::{Warning, WarningCode};
 use half::f16;
 use rayon::prelude::*;
@@ -52,8 +52,17 @@ fn becomes_half(module: &PlannedModule) -> bool {
 }
 
 fn rounding(tensor: TensorView<'_>) -> Result<Option<Warning>, crate::Error> {
+    if let Some(halves) = tensor.f16s() {
+        let at = halves.iter().position(|value| !value.is_finite());
+        return match at {
+            None => Ok(None),
+            Some(position) => {
+                Err(not_finite(tensor, NotFinite { position, value: halves[position].to_f32() }))
+            }
+        };
+    }
     let (_, rounding) = to_half(&floats(tensor)?).map_err(|e| not_finite(tensor, e))?;
-    Ok((tensor.dtype() != Dtype::F16 && !rounding.is_exact()).then(|| Warning {
+    Ok((!rounding.is_exact()).then(|| Warning {
         code: WarningCode::RoundedToHalf,
         subject: tensor.name().into(),
         message: format!(

@@ -21,6 +21,9 @@ pub(super) fn write_gptq(
     writer: &ShardWriter,
 ) -> Result<(Option<Vec<u32>>, Exactness), crate::Error> {
     let broken = |source: gptq::Error| Error::GptqMatrix { module: planned.source.clone(), source };
+    if columns.is_none() && write_with_same_codes(checkpoint, planned, module, decision, writer)? {
+        return Ok((None, Exactness::Exact));
+    }
     let source = matrix(checkpoint, module, decision.bits)?;
     let mut changed = source.clone();
     if let Some(columns) = columns {
@@ -60,6 +63,57 @@ pub(super) fn write_gptq(
     write("scales", &scale_bytes)?;
     write("g_idx", bytemuck::cast_slice(&g_idx))?;
     Ok((rows.map(|order| order.map().to_vec()), exactness))
+}
+
+/// Writes a module of which only the storage of its zero points changes: `qweight` and `scales` are the source's
+/// bytes, so that equal zero points and groups make equal weights. Gives whether it was one.
+fn write_with_same_codes(
+    checkpoint: &Checkpoint,
+    planned: &PlannedModule,
+    module: &Module,
+    decision: &GptqDecision,
+    writer: &ShardWriter,
+) -> Result<bool, crate::Error> {
+    let Layout::Gptq(stored) = module.layout() else { return Ok(false) };
+    let tensor = |suffix: &str| checkpoint.require_tensor(&format!("{}.{suffix}", planned.source));
+    let (qweight, scales) = (tensor("qweight")?, tensor("scales")?);
+    let n = module.out_features();
+    let whole = module.columns().is_none() && qweight.shape()[1] == n && scales.shape()[1] == n;
+    let same = (stored.shape.bits, stored.scales, stored.shape.groups)
+        == (decision.bits, decision.scales, decision.groups)
+        && !decision.sorted;
+    if !whole || !same {
+        return Ok(false);
+    }
+    let g_idx = checkpoint.gptq_g_idx(module)?;
+    let zeros = checkpoint.gptq_zeros(module)?;
+    let centre = decision.bits.symmetric_zero();
+    if g_idx.group_size() != decision.group_size || decision.recentred && zeros.iter().any(|&z| z != centre) {
+        return Ok(false);
+    }
+    let shape = stored.shape;
+    let broken = |source: gptq::Error| Error::GptqMatrix { module: planned.source.clone(), source };
+    let qzeros = gptq::encode_zeros(&shape, &zeros, decision.zeros).map_err(broken)?;
+    let back = gptq::decode_zeros(&shape, &qzeros, encoding(decision.zeros)).map_err(broken)?;
+    if let Some(at) = (0..zeros.len()).find(|&at| zeros[at] != back[at]) {
+        let row = (0..shape.in_features).find(|&row| g_idx.groups()[row] as usize == at / n).unwrap_or(0);
+        return Err(Error::NotExact { module: planned.source.clone(), row, column: at % n }.into());
+    }
+    let groups: Vec<i32> = g_idx.groups().iter().map(|&group| group as i32).collect();
+    let write = |suffix: &str, bytes: &[u8]| writer.write(&format!("{}.{suffix}", planned.name), bytes);
+    write("qweight", qweight.bytes())?;
+    write("qzeros", bytemuck::cast_slice(&qzeros))?;
+    write("scales", scales.bytes())?;
+    write("g_idx", bytemuck::cast_slice(&groups))?;
+    Ok(true)
+}
+
+/// How a reader without requant's rules for odd files decodes zero points.
+fn encoding(zeros: gptq::ZeroConvention) -> ZeroEncoding {
+    match zeros {
+        gptq::ZeroConvention::V1 => ZeroEncoding::V1PlusOne,
+        gptq::ZeroConvention::V2 => ZeroEncoding::V2,
+    }
 }
 
 /// The order that a module's columns take in the output.
@@ -117,16 +171,12 @@ struct Written<'a> {
     scales: Vec<f32>,
 }
 
-/// Unpacks what is about to be written, as a reader without requant's rules for odd files would.
+/// Unpacks what is about to be written.
 fn read_back(decision: &GptqDecision, written: Written<'_>) -> Result<Matrix, gptq::Error> {
     let shape = written.shape;
-    let encoding = match decision.zeros {
-        gptq::ZeroConvention::V1 => ZeroEncoding::V1PlusOne,
-        gptq::ZeroConvention::V2 => ZeroEncoding::V2,
-    };
     let index: Vec<i64> = written.g_idx.iter().map(|&group| i64::from(group)).collect();
     let codes = gptq::unpack_codes(&shape, written.qweight)?;
-    let zeros = gptq::decode_zeros(&shape, written.qzeros, encoding)?;
+    let zeros = gptq::decode_zeros(&shape, written.qzeros, encoding(decision.zeros))?;
     let g_idx = GIdx::new(Some(&index), shape.in_features, shape.groups, Some(decision.group_size))?;
     Matrix::new(shape, codes, zeros, written.scales, g_idx)
 }

@@ -1,6 +1,6 @@
 //! The work itself: every tensor of a plan into a staging directory, and the files beside them.
 
-use super::done::{Outcome, Progress};
+use super::done::{Outcome, Progress, Syncs};
 use super::report::{ReportModule, TensorOrigin};
 use super::{ConvertOptions, Report, config, module, preflight};
 use crate::checkpoint::Checkpoint;
@@ -31,8 +31,13 @@ pub(super) fn run(
         false => Progress::unrecorded(),
     };
     let mut origins: Vec<TensorOrigin> = Vec::new();
-    write_dense_tensors(checkpoint, plan, &writer, &mut progress, &mut origins)?;
-    let modules = convert_modules(checkpoint, plan, &writer, &mut progress, &mut origins, observer)?;
+    let modules = std::thread::scope(|scope| {
+        let mut syncs = Syncs::new(scope, &writer);
+        write_dense_tensors(checkpoint, plan, &writer, &mut progress, &mut syncs, &mut origins)?;
+        let done = convert_modules(checkpoint, plan, &writer, &mut progress, &mut syncs, &mut origins, observer)?;
+        syncs.wait()?;
+        Ok::<_, crate::Error>(done)
+    })?;
     let shards = writer.finish(observer)?;
     let notes = write_configs(checkpoint, plan, staging)?;
     let side_files = output::copy_side_files(checkpoint.dir(), staging.path())?;
@@ -64,6 +69,7 @@ fn write_dense_tensors(
     plan: &Plan,
     writer: &ShardWriter,
     progress: &mut Progress,
+    syncs: &mut Syncs<'_, '_>,
     origins: &mut Vec<TensorOrigin>,
 ) -> Result<(), crate::Error> {
     for tensor in &plan.dense_tensors {
@@ -73,7 +79,7 @@ fn write_dense_tensors(
         }
         let before = origins.len();
         module::write_dense_tensor(checkpoint, tensor, writer, origins)?;
-        progress.record(&tensor.name, &origins[before..], None, writer)?;
+        progress.record(&tensor.name, &origins[before..], None, writer, syncs)?;
     }
     Ok(())
 }
@@ -83,6 +89,7 @@ fn convert_modules(
     plan: &Plan,
     writer: &ShardWriter,
     progress: &mut Progress,
+    syncs: &mut Syncs<'_, '_>,
     origins: &mut Vec<TensorOrigin>,
     observer: &dyn Observer,
 ) -> Result<Vec<ReportModule>, crate::Error> {
@@ -109,7 +116,7 @@ fn convert_modules(
             exactness: module.exactness,
             row_order: module.row_order.clone(),
         };
-        progress.record(&planned.name, &origins[before..], Some(outcome), writer)?;
+        progress.record(&planned.name, &origins[before..], Some(outcome), writer, syncs)?;
         modules.push(module);
         observer.event(&Event::Module { name: &planned.source, weights: planned.weights() });
     }

@@ -9,9 +9,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
+use rayon::prelude::*;
 use sha2::{Digest, Sha256};
+use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
-use super::shard_plan::Place;
+use super::shard_plan::{Place, PlannedShard};
 use super::{Action, Error, ShardPlan};
 use crate::progress::{Event, Observer};
 
@@ -56,8 +58,8 @@ struct Slot {
 enum State {
     Waiting,
     BeingWritten,
-    /// With the sha256 of its bytes.
-    Written([u8; 32]),
+    /// With the checksum of its bytes.
+    Written(u128),
 }
 
 impl Slot {
@@ -123,18 +125,16 @@ impl ShardWriter {
             }
             *state = State::BeingWritten;
         }
-        let (result, sha256) = rayon::join(
-            || self.files[place.shard].write_all_at(bytes, place.offset),
-            || Sha256::digest(bytes).into(),
-        );
-        *slot.state() = if result.is_ok() { State::Written(sha256) } else { State::Waiting };
+        let result = self.files[place.shard].write_all_at(bytes, place.offset);
+        *slot.state() = if result.is_ok() { State::Written(xxh3_128(bytes)) } else { State::Waiting };
         result.map_err(Action::Write.failed(&self.path(place.shard)))
     }
 
-    /// The sha256 of a tensor that is written, in lower-case hexadecimal.
-    pub fn sha256(&self, name: &str) -> Option<String> {
+    /// The XXH3-128 of a tensor that is written, in lower-case hexadecimal: it tells torn from whole, at the
+    /// speed of memory; the files' sha256 come at the end.
+    pub fn checksum(&self, name: &str) -> Option<String> {
         match *self.slots.get(name)?.state() {
-            State::Written(sha256) => Some(hexadecimal(&sha256)),
+            State::Written(checksum) => Some(format!("{checksum:032x}")),
             State::Waiting | State::BeingWritten => None,
         }
     }
@@ -144,23 +144,23 @@ impl ShardWriter {
         self.slots.get(name).map(|slot| slot.place.bytes)
     }
 
-    /// Reads tensors that an earlier run wrote, and counts them as written if all have the sha256 given, and
+    /// Reads tensors that an earlier run wrote, and counts them as written if all have the checksum given, and
     /// none otherwise. Gives whether they have.
     ///
     /// # Errors
     /// [`Error::Io`] if a file can't be read.
     pub fn adopt<'a>(&self, tensors: impl Iterator<Item = (&'a str, &'a str)>) -> Result<bool, Error> {
-        let mut adopted: Vec<(&Slot, [u8; 32])> = Vec::new();
+        let mut adopted: Vec<(&Slot, u128)> = Vec::new();
         for (name, expected) in tensors {
             let Some(slot) = self.slots.get(name) else { return Ok(false) };
-            let sha256 = self.hash_of(&slot.place)?;
-            if hexadecimal(&sha256) != expected || *slot.state() != State::Waiting {
+            let checksum = self.checksum_of(&slot.place)?;
+            if format!("{checksum:032x}") != expected || *slot.state() != State::Waiting {
                 return Ok(false);
             }
-            adopted.push((slot, sha256));
+            adopted.push((slot, checksum));
         }
-        for (slot, sha256) in adopted {
-            *slot.state() = State::Written(sha256);
+        for (slot, checksum) in adopted {
+            *slot.state() = State::Written(checksum);
         }
         Ok(true)
     }
@@ -176,8 +176,8 @@ impl ShardWriter {
         Ok(())
     }
 
-    fn hash_of(&self, place: &Place) -> Result<[u8; 32], Error> {
-        let mut hasher = Sha256::new();
+    fn checksum_of(&self, place: &Place) -> Result<u128, Error> {
+        let mut hasher = Xxh3::new();
         let mut chunk = vec![0; HASH_CHUNK.min(place.bytes as usize)];
         let (mut offset, end) = (place.offset, place.offset + place.bytes);
         while offset < end {
@@ -185,10 +185,10 @@ impl ShardWriter {
             self.files[place.shard]
                 .read_exact_at(chunk, offset)
                 .map_err(Action::Read.failed(&self.path(place.shard)))?;
-            hasher.update(&chunk);
+            hasher.update(chunk);
             offset += chunk.len() as u64;
         }
-        Ok(hasher.finalize().into())
+        Ok(hasher.digest128())
     }
 
     /// Checks that every tensor was written, brings the files to the disk, hashes them and writes the index.
@@ -201,14 +201,16 @@ impl ShardWriter {
     pub fn finish(self, observer: &dyn Observer) -> Result<Vec<ShardFile>, Error> {
         self.check_complete()?;
         observer.event(&Event::Stage { name: "write", modules: self.files.len(), weights: 0 });
-        let mut done = Vec::with_capacity(self.files.len());
-        for (i, shard) in self.plan.files().iter().enumerate() {
+        // The disk is waited for while hashing, which reads what is still in memory.
+        let finished = |(i, shard): (usize, &PlannedShard)| {
             let path = self.path(i);
-            self.files[i].sync_all().map_err(Action::Sync.failed(&path))?;
-            let sha256 = hash(&path, shard.bytes(), observer)?;
+            let sync = || self.files[i].sync_all().map_err(Action::Sync.failed(&path));
+            let (synced, sha256) = rayon::join(sync, || hash(&path, shard.bytes(), observer));
+            synced?;
             observer.event(&Event::Module { name: shard.file(), weights: 0 });
-            done.push(ShardFile { file: shard.file().to_owned(), bytes: shard.bytes(), sha256 });
-        }
+            Ok(ShardFile { file: shard.file().to_owned(), bytes: shard.bytes(), sha256: sha256? })
+        };
+        let done = self.plan.files().par_iter().enumerate().map(finished).collect::<Result<_, Error>>()?;
         self.write_index()?;
         Ok(done)
     }
