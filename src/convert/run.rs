@@ -34,7 +34,8 @@ pub(super) fn run(
     let modules = std::thread::scope(|scope| {
         let mut syncs = Syncs::new(scope, &writer);
         write_dense_tensors(checkpoint, plan, &writer, &mut progress, &mut syncs, &mut origins)?;
-        let done = convert_modules(checkpoint, plan, &writer, &mut progress, &mut syncs, &mut origins, observer)?;
+        let done =
+            convert_modules(checkpoint, plan, &writer, &mut progress, &mut syncs, &mut origins, observer)?;
         syncs.wait()?;
         Ok::<_, crate::Error>(done)
     })?;

@@ -83,7 +83,8 @@ pub struct Block<O: Operations> {
     pub(super) linears: BTreeMap<LinearId, Arc<Linear<O>>>,
     /// In the order of [`Names::block_norms`](crate::arch::Names::block_norms).
     pub(super) norms: Vec<Arc<O::Tensor>>,
-    pub(super) qk_norms: Option<(Arc<O::Tensor>, Arc<O::Tensor>)>,
+    /// Of q and k.
+    pub(super) qk_norms: Option<[Arc<O::Tensor>; 2]>,
     pub(super) router: Option<Arc<Router<O>>>,
 }
 
@@ -173,7 +174,7 @@ impl<O: Operations> Block<O> {
         let mut q = self.apply(ops, Role::Q, None, x, tap)?;
         let mut k = self.apply(ops, Role::K, None, x, tap)?;
         let v = self.apply(ops, Role::V, None, x, tap)?;
-        if let Some((q_norm, k_norm)) = &self.qk_norms {
+        if let Some([q_norm, k_norm]) = &self.qk_norms {
             q = ops.rms_norm(&q, q_norm, spec.epsilon)?;
             k = ops.rms_norm(&k, k_norm, spec.epsilon)?;
         }

@@ -35,14 +35,16 @@ pub(super) fn block<O: Operations>(
     }
     let in_block = |name: &str| format!("{}{layer}.{name}.weight", spec.names.blocks);
     let norm = |name: &str| norm(checkpoint, spec, ops, &in_block(name));
-    let norms = spec.names.block_norms.iter().map(|name| norm(name).map(Arc::new)).collect::<Result<_, _>>()?;
+    let norms =
+        spec.names.block_norms.iter().map(|name| norm(name).map(Arc::new)).collect::<Result<_, _>>()?;
     let qk_norms = match spec.arch.qk_norm {
-        QkNorm::Always => Some((Arc::new(norm("self_attn.q_norm")?), Arc::new(norm("self_attn.k_norm")?))),
+        QkNorm::Always => Some([Arc::new(norm("self_attn.q_norm")?), Arc::new(norm("self_attn.k_norm")?)]),
         QkNorm::Never | QkNorm::EachHeadIfUsed => None,
     };
     let router = match (spec.routing, spec.dims.experts_of(layer)) {
         (Some(routing), Some(experts)) => {
-            let of = |name: &str| table(checkpoint, &in_block(&format!("{}.{name}", spec.names.experts.module)));
+            let of =
+                |name: &str| table(checkpoint, &in_block(&format!("{}.{name}", spec.names.experts.module)));
             let shared = spec.dims.shared_intermediate.map(|_| of("shared_expert_gate")).transpose()?;
             Some(Arc::new(Router {
                 weight: ops.upload_weight(&of("gate")?)?,
@@ -70,7 +72,11 @@ pub(super) fn head<O: Operations>(
 }
 
 /// A module's weight in its own layout, and its bias.
-fn linear<O: Operations>(checkpoint: &Checkpoint, ops: &O, module: &Module) -> Result<Linear<O>, crate::Error> {
+fn linear<O: Operations>(
+    checkpoint: &Checkpoint,
+    ops: &O,
+    module: &Module,
+) -> Result<Linear<O>, crate::Error> {
     let weight = match module.layout() {
         Layout::Gptq(_) => Weight::from(checkpoint.gptq(module)?),
         Layout::Exl2(_) => {

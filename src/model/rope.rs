@@ -32,12 +32,22 @@ pub(super) fn read(dims: &Dims, keys: Keys<'_>) -> Result<RopeSpec, Unsupported>
     let scaling = object("rope_scaling").or(parameters);
     let empty = Map::new();
     let inner = Keys(scaling.unwrap_or(&empty));
-    let either = |key| Ok(parameters.map(|p| Keys(p).optional_number(key)).transpose()?.flatten().or(keys.optional_number(key)?));
+    let either = |key| {
+        Ok(parameters
+            .map(|p| Keys(p).optional_number(key))
+            .transpose()?
+            .flatten()
+            .or(keys.optional_number(key)?))
+    };
     let theta = either("rope_theta")?.unwrap_or(10_000.0);
     let partial = either("partial_rotary_factor")?.unwrap_or(1.0);
     let columns = (dims.head_dim as f64 * partial) as usize;
     let positions = keys.number("max_position_embeddings", 2048.0)?;
-    let need = |key| inner.optional_number(key)?.ok_or_else(|| unsupported("rope_scaling", &Value::Object(inner.0.clone())));
+    let need = |key| {
+        inner
+            .optional_number(key)?
+            .ok_or_else(|| unsupported("rope_scaling", &Value::Object(inner.0.clone())))
+    };
     let kind = inner.get("rope_type").or_else(|| inner.get("type"));
     let scaling = match kind.map(|kind| kind.as_str().unwrap_or("")) {
         None | Some("default") => Scaling::None,
@@ -68,7 +78,8 @@ pub(super) fn read(dims: &Dims, keys: Keys<'_>) -> Result<RopeSpec, Unsupported>
         Some("longrope" | "su") => {
             let list = |key| {
                 let list = inner.get(key).and_then(Value::as_array).filter(|list| list.len() == columns / 2);
-                let numbers: Option<Vec<f64>> = list.and_then(|list| list.iter().map(Value::as_f64).collect());
+                let numbers: Option<Vec<f64>> =
+                    list.and_then(|list| list.iter().map(Value::as_f64).collect());
                 numbers.ok_or_else(|| unsupported(key, inner.get(key).unwrap_or(&Value::Null)))
             };
             let original = match keys.optional_number("original_max_position_embeddings")? {
@@ -123,7 +134,8 @@ impl RopeSpec {
             }
             Scaling::Yarn { factor, fast, slow, original, truncate, attention } => {
                 let columns = self.columns as f64;
-                let place = |turns: f64| columns * (original / (turns * 2.0 * PI)).ln() / (2.0 * self.theta.ln());
+                let place =
+                    |turns: f64| columns * (original / (turns * 2.0 * PI)).ln() / (2.0 * self.theta.ln());
                 let (low, high) = (place(*fast), place(*slow));
                 let (low, high) = if *truncate { (low.floor(), high.ceil()) } else { (low, high) };
                 let (low, mut high) = (low.max(0.0), high.min(columns - 1.0));

@@ -96,8 +96,14 @@ impl Spec {
         let refused = || Unsupported::Architecture(stated.map(str::to_owned));
         let (arch, dims) = checkpoint.architecture().zip(checkpoint.dims()).ok_or_else(refused)?;
         let gemma = match arch.name {
-            "LlamaForCausalLM" | "MistralForCausalLM" | "Qwen2ForCausalLM" | "Qwen3ForCausalLM"
-            | "MixtralForCausalLM" | "Qwen2MoeForCausalLM" | "Qwen3MoeForCausalLM" | "Phi3ForCausalLM" => false,
+            "LlamaForCausalLM"
+            | "MistralForCausalLM"
+            | "Qwen2ForCausalLM"
+            | "Qwen3ForCausalLM"
+            | "MixtralForCausalLM"
+            | "Qwen2MoeForCausalLM"
+            | "Qwen3MoeForCausalLM"
+            | "Phi3ForCausalLM" => false,
             "GemmaForCausalLM" | "Gemma2ForCausalLM" => true,
             _ => return Err(refused()),
         };
@@ -164,7 +170,9 @@ fn sliding(arch: &str, layers: usize, keys: Keys<'_>) -> Result<Vec<Option<usize
             _ => Err(unsupported("layer_types", value)),
         };
         let types = types.as_array().filter(|types| types.len() == layers);
-        let types = types.ok_or_else(|| unsupported("layer_types", &keys.get("layer_types").cloned().unwrap_or_default()))?;
+        let types = types.ok_or_else(|| {
+            unsupported("layer_types", &keys.get("layer_types").cloned().unwrap_or_default())
+        })?;
         return types.iter().map(kind).collect();
     }
     // The first blocks of Qwen2 and Qwen3 see everything; every second one of Gemma 2 does.

@@ -7,9 +7,9 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
-use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
