@@ -149,7 +149,7 @@ fn the_summary_names_verdict_layer_and_remedy() {
         "Passed: the converted model's perplexity is 37.66, 5.91 % above the source's 35.56."
     );
     assert!(summary::advice(&state).contains(r"--set 'model\.layers\."), "{}", summary::advice(&state));
-    assert_eq!(summary::headline(&missed()), "Rejected: KL is 0.05010, at most 0.02000 was asked.");
+    assert_eq!(summary::headline(&missed()), "Rejected: KL is 0.0501, at most 0.02 was asked.");
     assert_eq!(summary::worst(&broken()).unwrap().source, "model.layers.0.mlp.down_proj");
     assert!(summary::advice(&broken()).contains("Download the source again"));
     assert_eq!(summary::advice(&exact()), "Nothing needs doing.");

@@ -21,8 +21,8 @@ mod weights;
 
 pub use error::{Error, LineProblem};
 pub use gates::Gates;
-pub use perplexity::{Perplexity, perplexity};
 pub use options::{DEFAULT_TOKENS, Layers, Options, SwapIn};
+pub use perplexity::{Perplexity, perplexity};
 pub use report::Validation;
 pub use text::{Text, Windows};
 

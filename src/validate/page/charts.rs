@@ -63,9 +63,9 @@ pub(super) fn panels(grid: &Grid) -> Markup {
         (panel_set(grid, "Error of the outputs", "relative to the source's output, on real activations",
             |c| c.output_error, |c| c.percent().unwrap_or_default(), |v| format!("{} %", number(100.0 * v))))
         (panel_set(grid, "Harm of each layer alone: KL", "nats a token with only this layer converted",
-            |c| Some(c.worst.swap_in?.kl), |c| c.worst.swap_in.map_or(String::new(), |s| kl(s.kl)), number))
+            |c| Some(c.swap_in?.kl), |c| c.swap_in.map_or(String::new(), |s| kl(s.kl)), number))
         (panel_set(grid, "Harm of each layer alone: perplexity", "with only this layer converted; the scale doesn't begin at 0",
-            |c| Some(c.worst.swap_in?.perplexity), |c| c.worst.swap_in.map_or(String::new(), |s| number(s.perplexity)), number))
+            |c| Some(c.swap_in?.perplexity), |c| c.swap_in.map_or(String::new(), |s| number(s.perplexity)), number))
     }
 }
 

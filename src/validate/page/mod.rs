@@ -76,7 +76,10 @@ fn faults(validation: &Validation) -> Markup {
                 h2 { "Broken layers" }
                 ul {
                     @for layer in broken.iter().take(LISTED_FAULTS) {
-                        li { code { (layer.source) } ": " @if let Some(f) = &layer.fault { (summary::fault(f)) } }
+                        li {
+                            code { (layer.source) } ": " @if let Some(f) = &layer.fault { (summary::fault(f)) }
+                            "; " (summary::error(layer)) "."
+                        }
                     }
                     @if broken.len() > LISTED_FAULTS {
                         li { "and " (broken.len() - LISTED_FAULTS) " more; report.json names all" }
@@ -172,15 +175,17 @@ fn row(cell: &Cell) -> Markup {
         tr {
             th scope="row" {
                 (cell.label())
-                @if cell.experts > 1 { span.note { " (" (cell.experts) " experts; errors of the worst)" } }
+                @if let (true, Some(expert)) = (cell.experts > 1, worst.expert) {
+                    span.note { " (" (cell.experts) " experts; errors of expert " (expert) ", the worst)" }
+                }
                 @if cell.faults > 0 { strong.bad { " ✗ broken" } }
             }
             td data-label="stored as" { (worst.layout_before) " → " (worst.layout_after) }
             td data-label="bits" { (cell.bits()) }
             td data-label="weight error" { (percent(worst.weight_error)) }
-            td data-label="output error" { @match cell.output_error { Some(e) => (percent(e)), None => "–" } }
-            td data-label="KL" { @match worst.swap_in { Some(s) => (kl(s.kl)), None => "–" } }
-            td data-label="perplexity" { @match worst.swap_in { Some(s) => (number(s.perplexity)), None => "–" } }
+            td data-label="output error" { @match worst.output { Some(o) => (percent(o.relative_error)), None => "–" } }
+            td data-label="KL" { @match cell.swap_in { Some(s) => (kl(s.kl)), None => "–" } }
+            td data-label="perplexity" { @match cell.swap_in { Some(s) => (number(s.perplexity)), None => "–" } }
         }
     }
 }
