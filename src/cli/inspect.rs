@@ -59,17 +59,16 @@ impl Arguments {
 }
 
 fn fit_text(fit: &Fit) -> String {
-    let gib = |bytes: u64| format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30));
     let mut text = format!(
         "\n{}: {} of weights + {} of cache for {} tokens ({} bytes each) + {} assumed for the loader = {} of {}\n",
         if fit.fits { "fits" } else { "does not fit" },
-        gib(fit.weight_bytes),
-        gib(fit.cache_bytes),
+        print::memory(fit.weight_bytes),
+        print::memory(fit.cache_bytes),
         fit.context,
         fit.cache_bytes_per_token,
-        gib(fit.overhead_bytes),
-        gib(fit.total_bytes),
-        gib(fit.vram_bytes),
+        print::memory(fit.overhead_bytes),
+        print::memory(fit.total_bytes),
+        print::memory(fit.vram_bytes),
     );
     text.push_str(&match (fit.largest_context, fit.positions) {
         (None, _) => "largest context that fits: none, the weights alone are too large\n".into(),

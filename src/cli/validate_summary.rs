@@ -8,7 +8,7 @@ pub(super) fn text(validation: &Validation) -> String {
     let mut lines = vec![summary::headline(validation), summary::meaning(validation)];
     lines.extend(figures(validation));
     if let Some(layer) = summary::worst(validation) {
-        lines.push(format!("worst layer: {}: {}", layer.source, summary::cost(layer)));
+        lines.push(format!("worst layer: {}: {}", layer.source, summary::cost(validation, layer)));
     }
     let broken = validation.layers.iter().filter_map(|layer| Some((layer, layer.fault.as_ref()?)));
     lines.extend(

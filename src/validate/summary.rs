@@ -8,7 +8,12 @@ pub fn headline(validation: &Validation) -> String {
     match validation.verdict {
         Verdict::Exact => "Exact: every weight of the converted model decodes to the source's value.".into(),
         Verdict::Passed => match model {
-            Some(m) => format!("Passed: {}", perplexities(m.source_perplexity, m.converted_perplexity)),
+            Some(m) => {
+                // Whether an increase is too much is for the user's limits to say.
+                let limits =
+                    if validation.gates.is_empty() { "no layer is broken" } else { "all limits are met" };
+                format!("Passed ({limits}): {}", perplexities(m.source_perplexity, m.converted_perplexity))
+            }
             None => "Passed the layer check only: the models' perplexities were not measured.".into(),
         },
         Verdict::GateMissed => {
@@ -94,7 +99,7 @@ fn harm(layer: &LayerScores) -> f64 {
 }
 
 /// What the worst layer costs, in words.
-pub fn cost(layer: &LayerScores) -> String {
+pub fn cost(validation: &Validation, layer: &LayerScores) -> String {
     if let Some(found) = &layer.fault {
         return fault(found);
     }
@@ -103,7 +108,9 @@ pub fn cost(layer: &LayerScores) -> String {
         Some(s) => {
             let unit = if layer.expert.is_some() { "this projection of all experts" } else { "it" };
             let (kl, perplexity) = (kl(s.kl), number(s.perplexity));
-            format!("{error}; {unit} alone gives KL {kl} and perplexity {perplexity}")
+            let of_source = (validation.conditions.layer_perplexity)
+                .map_or(String::new(), |source| format!(" where the source has {}", number(source)));
+            format!("{error}; {unit} alone gives KL {kl} and perplexity {perplexity}{of_source}")
         }
         None => error,
     }
@@ -188,6 +195,15 @@ pub fn kl(value: f64) -> String {
 
 /// Up to four significant digits, without zeros at the end of a fraction.
 pub fn number(value: f64) -> String {
+    significant(value, 4)
+}
+
+/// An error's size: up to two.
+pub fn rough(value: f64) -> String {
+    significant(value, 2)
+}
+
+fn significant(value: f64, wanted: i32) -> String {
     let size = value.abs();
     if !value.is_finite() {
         return "not finite".into();
@@ -200,7 +216,7 @@ pub fn number(value: f64) -> String {
         let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));
         return format!("{}e{exponent}", trimmed(digits));
     }
-    let digits = 3 - size.log10().floor() as i32;
+    let digits = wanted - 1 - size.log10().floor() as i32;
     trimmed(&format!("{value:.*}", digits.clamp(0, 7) as usize)).into()
 }
 
@@ -217,5 +233,6 @@ mod tests {
         let all = [0.0, 0.05, 37.0, 35.5585, 100.0, 1200.0, 123_456.7, 2e6, 1.234e-5, f64::NAN].map(number);
         let expected = ["0", "0.05", "37", "35.56", "100", "1200", "123457", "2e6", "1.23e-5", "not finite"];
         assert_eq!(all, expected);
+        assert_eq!([0.3906, 0.006798, 12.3].map(rough), ["0.39", "0.0068", "12"]);
     }
 }
