@@ -71,7 +71,7 @@ fn fit_text(fit: &Fit) -> String {
         print::memory(fit.vram_bytes),
     );
     text.push_str(&match (fit.largest_context, fit.positions) {
-        (None, _) => "largest context that fits: none, the weights alone are too large\n".into(),
+        (None, _) => "largest context that fits: none, without a cache it is too large already\n".into(),
         (Some(context), Some(positions)) if positions < context => {
             format!("largest context that fits: {context} tokens; the model has positions for {positions}\n")
         }
