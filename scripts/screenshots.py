@@ -1,5 +1,6 @@
 """Shows pages of validations to a headless Chromium: screenshots at 360 and 1280 px and a PDF as printed,
-and fails if a page is wider than its window, an SVG is empty or text in a chart is clipped or overlaps.
+and fails if a page is wider than its window, an SVG is empty, text in a chart is clipped or overlaps, or the page
+asks for anything or says anything on the console.
 python3 scripts/screenshots.py PAGES OUT
 """
 import html, json, os, pathlib, re, shutil, subprocess, sys
@@ -12,9 +13,10 @@ pages, out = map(pathlib.Path, sys.argv[1:])
 out.mkdir(parents=True, exist_ok=True)
 # A window can't be narrower than 500 px, a frame can.
 CHECK = """<script>onload = () => {
-  const d = document.querySelector('iframe').contentDocument, faults = [];
+  const frame = document.querySelector('iframe'), d = frame.contentDocument, faults = [];
   const de = d.documentElement;
   if (de.scrollWidth > de.clientWidth) faults.push('wider than the window: ' + de.scrollWidth);
+  for (const e of frame.contentWindow.performance.getEntriesByType('resource')) faults.push('request: ' + e.name);
   for (const svg of d.querySelectorAll('svg')) {
     const s = svg.getBoundingClientRect();
     if (!s.width || !s.height) faults.push('empty svg');
@@ -29,15 +31,18 @@ CHECK = """<script>onload = () => {
 bad = 0
 for page in sorted(pages.glob("*.html")):
     def browse(*arguments):
-        common = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        return subprocess.run([*common, *arguments], capture_output=True, text=True, timeout=60).stdout
+        common = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+                  "--enable-logging=stderr"]
+        return subprocess.run([*common, *arguments], capture_output=True, text=True, timeout=60)
     for width in (360, 1280):
         frame = out / f"{page.stem}-{width}.html"
         frame.write_text(f'<body style="margin:0"><iframe style="border:0;width:{width}px;height:3000px" '
                          f'srcdoc="{html.escape(page.read_text())}"></iframe>{CHECK}')
         size = f"--window-size={max(width, 500)},3000"
-        found = re.search(r'data-faults="([^"]*)"', browse(size, "--dump-dom", frame.resolve().as_uri()))
+        ran = browse(size, "--dump-dom", frame.resolve().as_uri())
+        found = re.search(r'data-faults="([^"]*)"', ran.stdout)
         faults = json.loads(html.unescape(found[1])) if found else ["the check did not run"]
+        faults += [f"console: {line}" for line in re.findall(r":CONSOLE[:(].*", ran.stderr)]
         for fault in faults[:5]:
             print(f"{page.stem} at {width} px: {fault}", file=sys.stderr)
         bad += len(faults)

@@ -7,6 +7,7 @@ pub mod arch;
 pub mod checkpoint;
 pub mod convert;
 pub mod error;
+pub mod fit;
 pub mod inspect;
 pub mod model;
 pub mod output;

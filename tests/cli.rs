@@ -40,6 +40,8 @@ fn stdout(arguments: &[&str]) -> String {
 fn help() {
     snapshot!("help", stdout(&["--help"]));
     snapshot!("help-convert", stdout(&["convert", "--help"]));
+    snapshot!("help-validate", stdout(&["validate", "--help"]));
+    snapshot!("help-inspect", stdout(&["inspect", "--help"]));
     assert_eq!(stdout(&["--version"]), concat!("requant ", env!("CARGO_PKG_VERSION"), "\n"));
 }
 

@@ -58,6 +58,7 @@ fn passed(blocks: usize, experts: usize) -> Validation {
             window: 512,
             bos: false,
             layer_tokens: 1024,
+            layer_perplexity: Some(35.48),
             device: "CPU, 2 threads".into(),
         },
         verdict: Verdict::Passed,
@@ -121,24 +122,117 @@ fn unsupported() -> Validation {
     unsupported
 }
 
-#[test]
-fn every_state_has_a_page_without_network_or_script() {
-    let states = [
+fn non_finite() -> Validation {
+    let mut failed = passed(6, 0);
+    failed.verdict = Verdict::NonFinite;
+    failed.non_finite = Some(NonFinite { model: ModelSide::Converted, layer: Some(3), token: 17 });
+    (failed.model, failed.cumulative) = (None, vec![]);
+    failed.layers.iter_mut().for_each(|layer| layer.swap_in = None);
+    failed.not_run = vec!["Perplexity and KL: a hidden state is not finite.".into()];
+    failed
+}
+
+/// Only the layers that are furthest off were measured alone, which is what happens unless more is asked for.
+fn worst_only() -> Validation {
+    let mut worst = passed(30, 0);
+    worst.cumulative = vec![];
+    for (i, layer) in worst.layers.iter_mut().enumerate() {
+        layer.swap_in = layer.swap_in.filter(|_| i % 26 == 3);
+    }
+    worst
+}
+
+fn states() -> [(&'static str, Validation); 8] {
+    [
         ("passed", passed(22, 0)),
         ("missed", missed()),
         ("broken", broken()),
         ("exact", exact()),
         ("unsupported", unsupported()),
+        ("non-finite", non_finite()),
+        ("worst-only", worst_only()),
         ("moe", passed(60, 8)),
-    ];
-    for (name, state) in &states {
+    ]
+}
+
+#[test]
+fn every_state_has_a_page_without_network_or_script() {
+    for (name, state) in &states() {
         let html = page::html(state);
         assert!(html.contains(&summary::headline(state)), "{name}");
-        assert!(!html.contains("http") && !html.contains("<script") && !html.contains("NaN"), "{name}");
+        assert!(!html.contains("http") && !html.contains("<script") && !html.contains("=\"NaN"), "{name}");
         if let Some(dir) = std::env::var_os("REQUANT_PAGES") {
             std::fs::write(std::path::Path::new(&dir).join(format!("{name}.html")), html).unwrap();
         }
     }
+}
+
+/// What scripts/screenshots.py says of some pages, and whether they pass.
+fn screenshots(pages: &[(&str, String)]) -> Option<(bool, String)> {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, html) in pages {
+        std::fs::write(dir.path().join(format!("{name}.html")), html).unwrap();
+    }
+    let python = std::env::var_os("REQUANT_PYTHON").unwrap_or("python3".into());
+    let ran = std::process::Command::new(python)
+        .arg("scripts/screenshots.py")
+        .args([dir.path(), &dir.path().join("out")])
+        .output();
+    let required = std::env::var_os("REQUIRE_CHROMIUM").is_some_and(|value| value == "1");
+    let said = match &ran {
+        Ok(ran) => String::from_utf8_lossy(&ran.stderr).into_owned(),
+        Err(e) => format!("screenshots SKIPPED: no Python: {e}"),
+    };
+    if said.contains("SKIPPED") {
+        assert!(!required, "{said}");
+        eprintln!("{said}");
+        return None;
+    }
+    Some((ran.unwrap().status.success(), said))
+}
+
+#[test]
+fn a_browser_shows_every_state_whole() {
+    let pages = states().map(|(name, state)| (name, page::html(&state)));
+    if let Some((passed, said)) = screenshots(&pages) {
+        assert!(passed, "{said}");
+    }
+}
+
+#[test]
+fn the_browsers_check_finds_what_is_wrong() {
+    let bad = r#"<!doctype html><link rel="stylesheet" href="data:text/css,"><img src="http://127.0.0.1:9/x.png">
+        <script>console.error("planted")</script><div style="width:2000px">wide</div>
+        <svg viewBox="0 0 50 20" width="50"><text x="45" y="10">clipped</text><text x="45" y="10">over</text></svg>
+        <svg width="0"></svg>"#;
+    if let Some((passed, said)) = screenshots(&[("bad", bad.into())]) {
+        assert!(!passed);
+        for fault in ["wider than", "request: http", "console: ", "clipped: clipped", "overlap: "] {
+            assert!(said.contains(fault), "{fault}: {said}");
+        }
+    }
+}
+
+#[test]
+fn cells_of_experts_show_the_broken_one_and_the_score_that_all_share() {
+    let mut state = passed(1, 4);
+    let shared = SwapScores { perplexity: 41.25, kl: 0.125 };
+    for layer in state.layers.iter_mut().filter(|layer| layer.role == "down") {
+        layer.swap_in = Some(shared);
+    }
+    let victim = state.layers.iter().position(|l| l.role == "down" && l.expert == Some(2)).unwrap();
+    // Its error is smaller than the others', so only the fault makes it the one that is shown.
+    let found = &mut state.layers[victim];
+    found.weight_error = 0.0123;
+    found.output.as_mut().unwrap().relative_error = 0.0045;
+    found.fault = Some(LayoutFault::PermutationInverted);
+    state.verdict = Verdict::Broken;
+    let html = page::html(&state);
+    let row = html.split("<tr>").find(|row| row.contains("block 0 down")).unwrap();
+    for part in ["errors of expert 2", "✗ broken", ">1.23 %<", ">0.45 %<", ">0.125<", ">41.25<"] {
+        assert!(row.contains(part), "{part}: {row}");
+    }
+    assert!(html.contains("its permutation is stored inverted; its output is off by 0.45 %."));
 }
 
 #[test]
@@ -146,10 +240,10 @@ fn the_summary_names_verdict_layer_and_remedy() {
     let state = passed(22, 0);
     assert_eq!(
         summary::headline(&state),
-        "Passed: the converted model's perplexity is 37.66, 5.91 % above the source's 35.56."
+        "Passed (no layer is broken): the converted model's perplexity is 37.66, 5.91 % above the source's 35.56."
     );
     assert!(summary::advice(&state).contains(r"--set 'model\.layers\."), "{}", summary::advice(&state));
-    assert_eq!(summary::headline(&missed()), "Rejected: KL is 0.05010, at most 0.02000 was asked.");
+    assert_eq!(summary::headline(&missed()), "Rejected: KL is 0.0501, at most 0.02 was asked.");
     assert_eq!(summary::worst(&broken()).unwrap().source, "model.layers.0.mlp.down_proj");
     assert!(summary::advice(&broken()).contains("Download the source again"));
     assert_eq!(summary::advice(&exact()), "Nothing needs doing.");

@@ -5,6 +5,7 @@ use super::print;
 use super::progress::{Progress, Style};
 use super::summary::{plan_table, success, totals_line};
 use super::validate::{self, Measure, PAGE_FILE, VALIDATION_FILE};
+use super::validate_summary;
 use clap::ValueEnum;
 use requant::checkpoint::{AllOnes, Checkpoint, OpenOptions};
 use requant::convert::{Begun, Check, ConvertOptions, Existing, Job, needed_bytes};
@@ -94,7 +95,7 @@ pub(super) struct Arguments {
     #[arg(help_heading = "GPTQ output", long)]
     allow_rounding: bool,
     /// Largest size of an output file: a number of bytes, or with kB, MB, GB, KiB, MiB, GiB.
-    #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = super::size::parse)]
     shard_size: u64,
     /// Go on with a conversion that was stopped, from the same source with the same flags; it ends in the same
     /// bytes. Begins where there is nothing to go on with, does nothing where it is complete.
@@ -236,7 +237,7 @@ impl Arguments {
         json: bool,
     ) -> Result<(), Failure> {
         if self.validate {
-            requant::validate::check_options(checkpoint, &self.measure.options())?;
+            requant::validate::check_options(checkpoint, &self.measure.options(false))?;
         }
         let mut outputs = self.begin(checkpoint, out)?;
         let planned = self.give_plans(checkpoint, &mut outputs, progress);
@@ -283,7 +284,7 @@ impl Arguments {
             }
             if let Some(validation) = &validation {
                 if !json {
-                    print::stdout(&validate::text(validation))?;
+                    print::stdout(&validate_summary::text(validation))?;
                 }
                 // The first failure decides the exit code; the other outputs are made all the same.
                 rejected = rejected.and(validate::outcome(&path, validation));
@@ -308,7 +309,7 @@ impl Arguments {
             return Ok(Check::default());
         }
         let converted = Checkpoint::open(complete, &OpenOptions::default())?;
-        let mut found = self.measure.validate(source, &converted, &self.measure.options(), progress)?;
+        let mut found = self.measure.validate(source, &converted, &self.measure.options(false), progress)?;
         found.converted.name =
             out.file_name().map_or(String::new(), |name| name.to_string_lossy().into_owned());
         let check = Check {
@@ -384,6 +385,7 @@ impl Arguments {
 
     /// Flags that say nothing about the layout asked for are mistakes.
     fn check_flags(&self) -> Result<(), Failure> {
+        self.measure.check_flags()?;
         if self.measure.is_given() && !self.validate {
             let message = "limits and texts are for --validate".into();
             return Err(Failure::usage(message, "add --validate, or leave them out"));
@@ -538,37 +540,9 @@ fn parse_rule(text: &str) -> Result<(String, Bits), String> {
     Ok((pattern.into(), parse_bits(bits)?))
 }
 
-fn parse_size(text: &str) -> Result<u64, String> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let unit: u64 = match &text[digits.len()..] {
-        "" | "B" => 1,
-        "kB" | "KB" => 1_000,
-        "MB" => 1_000_000,
-        "GB" => 1_000_000_000,
-        "KiB" => 1 << 10,
-        "MiB" => 1 << 20,
-        "GiB" => 1 << 30,
-        other => return Err(format!("unknown unit {other:?}")),
-    };
-    match digits.trim().parse::<u64>().ok().and_then(|n| n.checked_mul(unit)) {
-        Some(size @ 1..) => Ok(size),
-        _ => Err("expected a positive number, such as 5GB".into()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn sizes_are_read_with_units() {
-        assert_eq!(parse_size("5GB"), Ok(5_000_000_000));
-        assert_eq!(parse_size("64MiB"), Ok(64 << 20));
-        assert_eq!(parse_size("123"), Ok(123));
-        for bad in ["", "0", "-1", "5XB", "99999999999999GB", "GB"] {
-            assert!(parse_size(bad).is_err(), "{bad}");
-        }
-    }
 
     #[test]
     fn a_rule_may_hold_an_equals_sign() {

@@ -4,8 +4,10 @@ use super::errors::Failure;
 use super::print;
 use requant::checkpoint::{Bias, Checkpoint, OpenOptions};
 use requant::convert::report::float_name;
+use requant::fit::Fit;
 use requant::formats::gptq::GIdxKind;
 use requant::inspect::{InspectedLayout, InspectedModule, Inspection};
+use serde::Serialize;
 use std::path::PathBuf;
 
 /// Say what a checkpoint is: the layout of each linear, sizes, and whatever is odd.
@@ -16,6 +18,22 @@ pub(super) struct Arguments {
     /// Convention of the stored zero points, where files contradict themselves.
     #[arg(long, value_name = "CONVENTION", value_enum)]
     source_zeros: Option<super::convert::Zeros>,
+    /// Say whether it fits into so much memory of a GPU, with a cache for --context: 24G or 24GiB, 24GB.
+    #[arg(long, value_name = "SIZE", value_parser = super::size::parse)]
+    vram: Option<u64>,
+    /// Tokens of context, in an fp16 cache.
+    #[arg(long, value_name = "N", default_value_t = 8192, requires = "vram", value_parser = clap::value_parser!(u64).range(1..))]
+    context: u64,
+}
+
+/// What `--json` prints.
+#[derive(Serialize)]
+struct Answer<'a> {
+    #[serde(flatten)]
+    inspection: &'a Inspection,
+    /// With `--vram`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fit: Option<Fit>,
 }
 
 impl Arguments {
@@ -23,12 +41,43 @@ impl Arguments {
         let options = OpenOptions { zeros: self.source_zeros.map(Into::into), ..OpenOptions::default() };
         let checkpoint = Checkpoint::open(&self.checkpoint, &options)?;
         let inspection = Inspection::new(&checkpoint);
+        let fit = self.vram.map(|vram| {
+            let fit = Fit::new(&checkpoint, &inspection, vram, self.context);
+            fit.ok_or_else(|| {
+                let message = "config.json gives no dimensions that a cache can be counted from".into();
+                Failure::usage(message, "leave --vram out")
+            })
+        });
+        let fit = fit.transpose()?;
         if json {
-            let json = serde_json::to_string_pretty(&inspection).unwrap_or_default();
+            let answer = Answer { inspection: &inspection, fit };
+            let json = serde_json::to_string_pretty(&answer).unwrap_or_default();
             return print::stdout(&(json + "\n"));
         }
-        print::stdout(&text(&inspection))
+        print::stdout(&(text(&inspection) + &fit.map_or(String::new(), |fit| fit_text(&fit))))
     }
+}
+
+fn fit_text(fit: &Fit) -> String {
+    let mut text = format!(
+        "\n{}: {} of weights + {} of cache for {} tokens ({} bytes each) + {} assumed for the loader = {} of {}\n",
+        if fit.fits { "fits" } else { "does not fit" },
+        print::memory(fit.weight_bytes),
+        print::memory(fit.cache_bytes),
+        fit.context,
+        fit.cache_bytes_per_token,
+        print::memory(fit.overhead_bytes),
+        print::memory(fit.total_bytes),
+        print::memory(fit.vram_bytes),
+    );
+    text.push_str(&match (fit.largest_context, fit.positions) {
+        (None, _) => "largest context that fits: none, without a cache it is too large already\n".into(),
+        (Some(context), Some(positions)) if positions < context => {
+            format!("largest context that fits: {context} tokens; the model has positions for {positions}\n")
+        }
+        (Some(context), _) => format!("largest context that fits: {context} tokens\n"),
+    });
+    text
 }
 
 fn text(inspection: &Inspection) -> String {

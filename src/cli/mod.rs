@@ -8,9 +8,9 @@ mod errors;
 mod inspect;
 mod print;
 mod progress;
+mod size;
 mod summary;
 mod validate;
-#[allow(dead_code, reason = "the command that prints it comes with the engine")]
 mod validate_summary;
 mod verify;
 

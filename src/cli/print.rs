@@ -70,18 +70,23 @@ pub(super) fn warnings(warnings: &[Warning]) -> String {
 
 /// A number of bytes with three significant digits.
 pub(super) fn bytes(bytes: u64) -> String {
-    scaled(bytes as f64, &["B", "kB", "MB", "GB", "TB"])
+    scaled(bytes as f64, 1000.0, &["B", "kB", "MB", "GB", "TB"])
+}
+
+/// A number of bytes in the units of memory, with three significant digits.
+pub(super) fn memory(bytes: u64) -> String {
+    scaled(bytes as f64, 1024.0, &["B", "KiB", "MiB", "GiB", "TiB"])
 }
 
 /// A count with three significant digits.
 pub(super) fn count(count: u64) -> String {
-    scaled(count as f64, &["", "k", "M", "G", "T"])
+    scaled(count as f64, 1000.0, &["", "k", "M", "G", "T"])
 }
 
-fn scaled(mut value: f64, units: &[&str]) -> String {
+fn scaled(mut value: f64, step: f64, units: &[&str]) -> String {
     let mut unit = 0;
     while value >= 999.5 && unit + 1 < units.len() {
-        value /= 1000.0;
+        value /= step;
         unit += 1;
     }
     let digits = if unit == 0 || value >= 99.95 {
@@ -103,6 +108,7 @@ mod tests {
         let all: Vec<String> = [0, 999, 1000, 12_345, 999_499, 999_500, 5_000_000_000].map(bytes).to_vec();
         assert_eq!(all, ["0 B", "999 B", "1.00 kB", "12.3 kB", "999 kB", "1.00 MB", "5.00 GB"]);
         assert_eq!(count(106_168_320), "106 M");
+        assert_eq!([memory(24 << 30), memory(12 << 20), memory(1000)], ["24.0 GiB", "12.0 MiB", "0.98 KiB"]);
     }
 
     #[test]

@@ -113,6 +113,7 @@ fn begin(
             window: windows.map_or(0, |w| w.window),
             bos: windows.is_some_and(|w| w.bos),
             layer_tokens: 0,
+            layer_perplexity: None,
             device: device.into(),
         },
         verdict: Verdict::Passed,
@@ -168,6 +169,7 @@ fn compare<O: Operations>(
     }
     let scores = swap::run(ops, models, windows, tokens, &variants, &schedule, observer)?;
     let perplexity = found.tally.source_perplexity(count);
+    validation.conditions.layer_perplexity = Some(perplexity);
     enter(validation, models, &variants, perplexity, &scores, &swap_in.layers);
     Ok(())
 }

@@ -92,6 +92,8 @@ pub struct Conditions {
     pub bos: bool,
     /// Tokens used for the swap-in perplexities.
     pub layer_tokens: usize,
+    /// The source's perplexity on these, with which the swap-in perplexities compare; `None` without any.
+    pub layer_perplexity: Option<f64>,
     /// The device in words.
     pub device: String,
 }

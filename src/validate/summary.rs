@@ -1,6 +1,6 @@
 //! The outcome in sentences: the same ones for the page and the terminal.
 
-use super::report::{GateKind, LayerScores, LayoutFault, Validation, Verdict};
+use super::report::{GateKind, LayerScores, LayoutFault, ModelSide, NonFinite, Validation, Verdict};
 
 /// The verdict in one plain sentence.
 pub fn headline(validation: &Validation) -> String {
@@ -8,7 +8,12 @@ pub fn headline(validation: &Validation) -> String {
     match validation.verdict {
         Verdict::Exact => "Exact: every weight of the converted model decodes to the source's value.".into(),
         Verdict::Passed => match model {
-            Some(m) => format!("Passed: {}", perplexities(m.source_perplexity, m.converted_perplexity)),
+            Some(m) => {
+                // Whether an increase is too much is for the user's limits to say.
+                let limits =
+                    if validation.gates.is_empty() { "no layer is broken" } else { "all limits are met" };
+                format!("Passed ({limits}): {}", perplexities(m.source_perplexity, m.converted_perplexity))
+            }
             None => "Passed the layer check only: the models' perplexities were not measured.".into(),
         },
         Verdict::GateMissed => {
@@ -19,7 +24,19 @@ pub fn headline(validation: &Validation) -> String {
             1 => "Broken: 1 layer does not hold what the conversion promised.".into(),
             n => format!("Broken: {n} layers do not hold what the conversion promised."),
         },
-        Verdict::NonFinite => "Failed: a NaN or an infinity turned up; the figures mean nothing.".into(),
+        Verdict::NonFinite => match validation.non_finite {
+            Some(found) => format!("Failed: a NaN or an infinity in {}.", place(found)),
+            None => "Failed: a NaN or an infinity turned up.".into(),
+        },
+    }
+}
+
+fn place(found: NonFinite) -> String {
+    let block = found.layer.map_or("the logits".into(), |layer| format!("block {layer}"));
+    match found.model {
+        ModelSide::Source => format!("{block} of the source, at token {}", found.token),
+        ModelSide::Converted => format!("{block} of the converted model, at token {}", found.token),
+        ModelSide::Variant => format!("{block} of the source with one converted layer"),
     }
 }
 
@@ -45,9 +62,7 @@ pub fn meaning(validation: &Validation) -> String {
              Do not use this model."
                 .into()
         }
-        (Verdict::NonFinite, _) => {
-            "Do not use this model. The warnings name the block where it begins.".into()
-        }
+        (Verdict::NonFinite, _) => "Do not use this model: its figures mean nothing.".into(),
         (_, None) => "Each layer was compared, the model as a whole was not; see what was not run.".into(),
         (_, Some(m)) => format!(
             "On {} predictions both models find the same token most likely {} % of the time; the mean KL \
@@ -84,21 +99,28 @@ fn harm(layer: &LayerScores) -> f64 {
 }
 
 /// What the worst layer costs, in words.
-pub fn cost(layer: &LayerScores) -> String {
+pub fn cost(validation: &Validation, layer: &LayerScores) -> String {
     if let Some(found) = &layer.fault {
         return fault(found);
     }
-    let error = match layer.output {
-        Some(o) => format!("its output is off by {} %", number(100.0 * o.relative_error)),
-        None => format!("its weights are off by {} %", number(100.0 * layer.weight_error)),
-    };
+    let error = error(layer);
     match layer.swap_in {
         Some(s) => {
             let unit = if layer.expert.is_some() { "this projection of all experts" } else { "it" };
             let (kl, perplexity) = (kl(s.kl), number(s.perplexity));
-            format!("{error}; {unit} alone gives KL {kl} and perplexity {perplexity}")
+            let of_source = (validation.conditions.layer_perplexity)
+                .map_or(String::new(), |source| format!(" where the source has {}", number(source)));
+            format!("{error}; {unit} alone gives KL {kl} and perplexity {perplexity}{of_source}")
         }
         None => error,
+    }
+}
+
+/// How far off a layer is, in words.
+pub fn error(layer: &LayerScores) -> String {
+    match layer.output {
+        Some(o) => format!("its output is off by {} %", number(100.0 * o.relative_error)),
+        None => format!("its weights are off by {} %", number(100.0 * layer.weight_error)),
     }
 }
 
@@ -171,17 +193,46 @@ pub fn kl(value: f64) -> String {
     if value == 0.0 { "0 (exact)".into() } else { number(value) }
 }
 
-/// Four significant digits.
+/// Up to four significant digits, without zeros at the end of a fraction.
 pub fn number(value: f64) -> String {
+    significant(value, 4)
+}
+
+/// An error's size: up to two.
+pub fn rough(value: f64) -> String {
+    significant(value, 2)
+}
+
+fn significant(value: f64, wanted: i32) -> String {
     let size = value.abs();
     if !value.is_finite() {
-        "not finite".into()
-    } else if value == 0.0 {
-        "0".into()
-    } else if !(1e-4..1e6).contains(&size) {
-        format!("{value:.2e}")
-    } else {
-        let digits = 3 - size.log10().floor() as i32;
-        format!("{value:.*}", digits.clamp(0, 7) as usize)
+        return "not finite".into();
+    }
+    if value == 0.0 {
+        return "0".into();
+    }
+    if !(1e-4..1e6).contains(&size) {
+        let text = format!("{value:.2e}");
+        let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));
+        return format!("{}e{exponent}", trimmed(digits));
+    }
+    let digits = wanted - 1 - size.log10().floor() as i32;
+    trimmed(&format!("{value:.*}", digits.clamp(0, 7) as usize)).into()
+}
+
+fn trimmed(digits: &str) -> &str {
+    if digits.contains('.') { digits.trim_end_matches('0').trim_end_matches('.') } else { digits }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_have_four_digits_and_no_zeros_behind() {
+        let all = [0.0, 0.05, 37.0, 35.5585, 100.0, 1200.0, 123_456.7, 2e6, 1.234e-5, f64::NAN].map(number);
+        let expected = ["0", "0.05", "37", "35.56", "100", "1200", "123457", "2e6", "1.23e-5", "not finite"];
+        assert_eq!(all, expected);
+        assert_eq!([0.3906, 0.006798, 12.3].map(rough), ["0.39", "0.0068", "12"]);
     }
 }

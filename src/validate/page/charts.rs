@@ -58,14 +58,26 @@ fn heat(cell: &Cell) -> Markup {
 }
 
 /// Error and swap-in figures, a panel each role.
-pub(super) fn panels(grid: &Grid) -> Markup {
+pub(super) fn panels(grid: &Grid, of_source: Option<f64>) -> Markup {
+    let alone = if grid.cells().iter().any(|c| c.experts > 1) {
+        "with only this projection of all experts converted"
+    } else {
+        "with only this layer converted"
+    };
+    let from = of_source.unwrap_or(f64::INFINITY);
+    let of_source = of_source.map_or(String::new(), |p| format!("; the source's is {}", number(p)));
+    let measured = grid.cells().iter().filter(|c| c.swap_in.is_some()).count();
+    let some = match measured < grid.cells().len() {
+        true => format!("; measured for {measured} of {} layers", grid.cells().len()),
+        false => String::new(),
+    };
     html! {
-        (panel_set(grid, "Error of the outputs", "relative to the source's output, on real activations",
+        (panel_set(grid, "Error of the outputs", "relative to the source's output, on real activations", 0.0,
             |c| c.output_error, |c| c.percent().unwrap_or_default(), |v| format!("{} %", number(100.0 * v))))
-        (panel_set(grid, "Harm of each layer alone: KL", "nats a token with only this layer converted",
-            |c| Some(c.worst.swap_in?.kl), |c| c.worst.swap_in.map_or(String::new(), |s| kl(s.kl)), number))
-        (panel_set(grid, "Harm of each layer alone: perplexity", "with only this layer converted; the scale doesn't begin at 0",
-            |c| Some(c.worst.swap_in?.perplexity), |c| c.worst.swap_in.map_or(String::new(), |s| number(s.perplexity)), number))
+        (panel_set(grid, "Harm of each layer alone: KL", &format!("nats a token {alone}{some}"), 0.0,
+            |c| Some(c.swap_in?.kl), |c| c.swap_in.map_or(String::new(), |s| kl(s.kl)), number))
+        (panel_set(grid, "Harm of each layer alone: perplexity", &format!("{alone}{of_source}{some}; the scale doesn't begin at 0"), from,
+            |c| Some(c.swap_in?.perplexity), |c| c.swap_in.map_or(String::new(), |s| number(s.perplexity)), number))
     }
 }
 
@@ -73,6 +85,8 @@ fn panel_set(
     grid: &Grid,
     title: &str,
     what: &str,
+    // Where the scale begins if no figure is lower.
+    from: f64,
     figure: impl Fn(&Cell) -> Option<f64>,
     told: impl Fn(&Cell) -> String,
     scale: impl Fn(f64) -> String,
@@ -80,7 +94,7 @@ fn panel_set(
     let finite = |c: &Cell| figure(c).filter(|v| v.is_finite());
     let all: Vec<f64> = grid.cells().iter().filter_map(finite).collect();
     let high = all.iter().copied().fold(0.0, f64::max);
-    let low = if title.ends_with("perplexity") { all.iter().copied().fold(high, f64::min) } else { 0.0 };
+    let low = all.iter().copied().fold(from, f64::min);
     let blocks = grid.cells().iter().filter_map(|c| c.layer).max().map_or(1, |b| b + 1);
     let step = (WIDTH - LEFT - 4.0) / blocks as f64;
     let (base, span) = (HEIGHT - BOTTOM, HEIGHT - BOTTOM - TOP - 8.0);

@@ -1,7 +1,7 @@
 //! Blocks × roles, the experts of a projection in one cell.
 
 use super::number;
-use crate::validate::report::LayerScores;
+use crate::validate::report::{LayerScores, SwapScores};
 use std::collections::BTreeMap;
 
 /// Roles in the order of the forward pass.
@@ -17,7 +17,9 @@ pub(super) struct Cell<'a> {
     /// Largest relative error of the outputs.
     pub(super) output_error: Option<f64>,
     pub(super) faults: usize,
-    /// The linear with the largest weight error.
+    /// With this projection converted: of all experts together.
+    pub(super) swap_in: Option<SwapScores>,
+    /// The first broken linear, or else that with the largest error of the outputs, or of the weights.
     pub(super) worst: &'a LayerScores,
 }
 
@@ -38,6 +40,7 @@ impl<'a> Grid<'a> {
                 bpw: (l.bpw, l.bpw),
                 output_error: output,
                 faults: 0,
+                swap_in: None,
                 worst: l,
             });
             cell.experts += 1;
@@ -47,7 +50,8 @@ impl<'a> Grid<'a> {
                 (Some(a), Some(b)) => Some(a.max(b)),
                 (a, b) => a.or(b),
             };
-            if l.weight_error > cell.worst.weight_error {
+            cell.swap_in = cell.swap_in.or(l.swap_in);
+            if badness(l) > badness(cell.worst) {
                 cell.worst = l;
             }
         }
@@ -70,6 +74,10 @@ impl<'a> Grid<'a> {
     pub(super) fn of_role(&self, role: &str) -> impl Iterator<Item = &Cell<'a>> {
         self.cells.iter().filter(move |c| c.role == role)
     }
+}
+
+fn badness(l: &LayerScores) -> (bool, f64, f64) {
+    (l.fault.is_some(), l.output.map_or(0.0, |o| o.relative_error), l.weight_error)
 }
 
 fn order(role: &str) -> usize {

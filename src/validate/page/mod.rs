@@ -5,7 +5,7 @@ mod charts;
 mod grid;
 
 use super::report::{LayerScores, Validation, Verdict};
-use super::summary::{self, kl, number};
+use super::summary::{self, kl, number, rough};
 use grid::{Cell, Grid};
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
@@ -36,7 +36,7 @@ pub fn html(validation: &Validation) -> String {
                     (gates(validation))
                     (not_run(validation))
                     (charts::heat_map(&grid))
-                    (charts::panels(&grid))
+                    (charts::panels(&grid, validation.conditions.layer_perplexity))
                     (charts::cumulative(&validation.cumulative))
                     (table(&grid))
                     (conditions(validation))
@@ -59,11 +59,22 @@ fn verdict(validation: &Validation) -> Markup {
             h1 { span.sign aria-hidden="true" { (sign) } " " (summary::headline(validation)) }
             p { (summary::meaning(validation)) }
             @if let Some(layer) = summary::worst(validation) {
-                p { strong { "Worst layer: " } code { (layer.source) } " – " (summary::cost(layer)) "." }
+                p { strong { "Worst layer: " } code { (layer.source) } " – " (summary::cost(validation, layer)) "." }
             } @else {
                 p { strong { "Worst layer: " } "none, no layer differs." }
             }
-            p { strong { "What to do: " } (summary::advice(validation)) }
+            p { strong { "What to do: " } (advice(&summary::advice(validation))) }
+        }
+    }
+}
+
+/// The flag to type looks like one.
+fn advice(text: &str) -> Markup {
+    let flag = text.split_once("--set '").and_then(|(before, rest)| Some((before, rest.split_once('\'')?)));
+    html! {
+        @match flag {
+            Some((before, (rule, after))) => { (before) code { "--set '" (rule) "'" } (after) }
+            None => { (text) }
         }
     }
 }
@@ -76,7 +87,10 @@ fn faults(validation: &Validation) -> Markup {
                 h2 { "Broken layers" }
                 ul {
                     @for layer in broken.iter().take(LISTED_FAULTS) {
-                        li { code { (layer.source) } ": " @if let Some(f) = &layer.fault { (summary::fault(f)) } }
+                        li {
+                            code { (layer.source) } ": " @if let Some(f) = &layer.fault { (summary::fault(f)) }
+                            "; " (summary::error(layer)) "."
+                        }
                     }
                     @if broken.len() > LISTED_FAULTS {
                         li { "and " (broken.len() - LISTED_FAULTS) " more; report.json names all" }
@@ -92,7 +106,7 @@ fn figures(validation: &Validation) -> Markup {
     let size = |bytes: u64| format!("{} MB", number(bytes as f64 / 1e6));
     let with_error = |m: super::report::Mean, scale: f64| match m.standard_error {
         0.0 => number(scale * m.mean),
-        error => format!("{} ± {}", number(scale * m.mean), number(scale * error)),
+        error => format!("{} ± {}", number(scale * m.mean), rough(scale * error)),
     };
     html! {
         section {
@@ -172,15 +186,17 @@ fn row(cell: &Cell) -> Markup {
         tr {
             th scope="row" {
                 (cell.label())
-                @if cell.experts > 1 { span.note { " (" (cell.experts) " experts; errors of the worst)" } }
+                @if let (true, Some(expert)) = (cell.experts > 1, worst.expert) {
+                    span.note { " (" (cell.experts) " experts; errors of expert " (expert) ", the worst)" }
+                }
                 @if cell.faults > 0 { strong.bad { " ✗ broken" } }
             }
             td data-label="stored as" { (worst.layout_before) " → " (worst.layout_after) }
             td data-label="bits" { (cell.bits()) }
             td data-label="weight error" { (percent(worst.weight_error)) }
-            td data-label="output error" { @match cell.output_error { Some(e) => (percent(e)), None => "–" } }
-            td data-label="KL" { @match worst.swap_in { Some(s) => (kl(s.kl)), None => "–" } }
-            td data-label="perplexity" { @match worst.swap_in { Some(s) => (number(s.perplexity)), None => "–" } }
+            td data-label="output error" { @match worst.output { Some(o) => (percent(o.relative_error)), None => "–" } }
+            td data-label="KL" { @match cell.swap_in { Some(s) => (kl(s.kl)), None => "–" } }
+            td data-label="perplexity" { @match cell.swap_in { Some(s) => (number(s.perplexity)), None => "–" } }
         }
     }
 }
@@ -193,7 +209,9 @@ fn conditions(validation: &Validation) -> Markup {
             dl {
                 div { dt { "text" } dd { (c.text) } }
                 div { dt { "tokens" } dd { (c.tokens) " in windows of " (c.window) (if c.bos { ", each after BOS" } else { ", without BOS" }) } }
-                div { dt { "tokens for single layers" } dd { (c.layer_tokens) } }
+                @if c.layer_tokens > 0 { div { dt { "tokens for single layers" } dd {
+                    (c.layer_tokens) @if let Some(source) = c.layer_perplexity { ", where the source's perplexity is " (number(source)) }
+                } } }
                 div { dt { "device" } dd { (c.device) } }
                 div { dt { "tool" } dd { (validation.tool) } }
                 div { dt { "sha256 of the token ids" } dd { code { (c.token_ids_sha256) } } }
