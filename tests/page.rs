@@ -62,6 +62,7 @@ fn passed(blocks: usize, experts: usize) -> Validation {
             device: "CPU, 2 threads".into(),
         },
         verdict: Verdict::Passed,
+        non_finite: None,
         model: Some(ModelScores {
             source_perplexity: 35.56,
             converted_perplexity: 37.66,

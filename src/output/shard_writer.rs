@@ -207,8 +207,9 @@ impl ShardWriter {
             let sync = || self.files[i].sync_all().map_err(Action::Sync.failed(&path));
             let (synced, sha256) = rayon::join(sync, || hash(&path, shard.bytes(), observer));
             synced?;
+            let sha256 = sha256?;
             observer.event(&Event::Module { name: shard.file(), weights: 0 });
-            Ok(ShardFile { file: shard.file().to_owned(), bytes: shard.bytes(), sha256: sha256? })
+            Ok(ShardFile { file: shard.file().to_owned(), bytes: shard.bytes(), sha256 })
         };
         let done = self.plan.files().par_iter().enumerate().map(finished).collect::<Result<_, Error>>()?;
         self.write_index()?;
