@@ -231,8 +231,14 @@ fn completions_and_man_pages() {
 
     let dir = tempfile::tempdir().unwrap();
     assert_eq!(stdout(&["man", dir.path().to_str().unwrap()]), "");
-    let pages =
-        ["requant-completions.1", "requant-convert.1", "requant-inspect.1", "requant-verify.1", "requant.1"];
+    let pages = [
+        "requant-completions.1",
+        "requant-convert.1",
+        "requant-inspect.1",
+        "requant-validate.1",
+        "requant-verify.1",
+        "requant.1",
+    ];
     assert_eq!(names_in(dir.path()), pages);
     let page = std::fs::read_to_string(dir.path().join("requant-convert.1")).unwrap();
     assert!(page.contains(".TH requant-convert 1") && page.contains("bits a weight"), "{page}");
