@@ -11,8 +11,8 @@ use std::path::Path;
 use support::{folder, open};
 
 /// How far a perplexity may be from transformers', relatively. The contract is 1e-3; the sums differ in their
-/// order only, which moves the seventh digit.
-const TOLERANCE: f64 = 2e-6;
+/// order only, which moves the seventh digit in the tiny models and the fifth in SmolLM2's thirty blocks.
+const TOLERANCE: f64 = 5e-5;
 
 fn json(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
