@@ -112,6 +112,11 @@ impl<'a> Samples<'a> {
         self.source.n / LANES
     }
 
+    /// Values a column.
+    pub(super) fn depth(&self) -> usize {
+        self.depth
+    }
+
     pub(super) fn panel(&self, panel: usize) -> Panel<'_> {
         let range = panel * self.depth..(panel + 1) * self.depth;
         Panel { values: &self.values[range.clone()], weights: &self.weights[range] }

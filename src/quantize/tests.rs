@@ -1,7 +1,5 @@
 //! The search against a slow reference written from the definition, and what a quantized module must be.
 
-use super::fit::fit_group_on;
-use super::panel::Path;
 use super::search::{Search, code_range, steps};
 use super::*;
 use half::f16;
@@ -159,7 +157,7 @@ proptest! {
         let samples = Samples::new(&source, 0..32);
         let how = Search::for_bits(bits, samples.grid());
         let fits: Vec<Fit> =
-            Path::available().into_iter().map(|path| fit_group_on(&samples, bits, &how, path)).collect();
+            SimdPath::available().into_iter().map(|path| fit_group_on(&samples, bits, &how, path)).collect();
         for fit in &fits {
             prop_assert_eq!(fit, &fits[0]);
         }
