@@ -12,7 +12,7 @@ use requant_formats::Permutation;
 use requant_formats::exl2::{Bits, Error, Group, GroupTable, Matrix, ceiling_for};
 
 /// How a group was quantized.
-#[derive(Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Fit {
     bits: Bits,
     /// The ceiling as decoded.
@@ -54,9 +54,7 @@ pub fn fit_group(samples: &Samples<'_>, bits: Bits) -> Fit {
 
 /// Quantizes one group with a search of one's own.
 pub fn fit_group_with(samples: &Samples<'_>, bits: Bits, how: &Search) -> Fit {
-    // Who forces a path is told of an impossible one before work begins; the result is the same on any.
-    let path = SimdPath::chosen().or_else(|_| SimdPath::asked(None));
-    fit_group_on(samples, bits, how, path.unwrap_or(SimdPath::SCALAR))
+    fit_group_on(samples, bits, how, SimdPath::or_fastest())
 }
 
 /// Quantizes one group with a search and an instruction set of one's own.
@@ -81,6 +79,15 @@ pub fn fit_group_on(samples: &Samples<'_>, bits: Bits, how: &Search, path: SimdP
 /// [`Error::Length`] if there aren't as many widths as groups; those of [`Matrix::new`], which finds nothing
 /// in sizes that the format allows and finite weights.
 pub fn quantize(source: &Source, cut: &Cut, bits: &[Bits]) -> Result<Quantized, Error> {
+    quantize_on(source, cut, bits, SimdPath::or_fastest())
+}
+
+pub(super) fn quantize_on(
+    source: &Source,
+    cut: &Cut,
+    bits: &[Bits],
+    path: SimdPath,
+) -> Result<Quantized, Error> {
     let n = source.n;
     if bits.len() != cut.groups.len() {
         return Err(Error::Length { tensor: "q_groups", found: bits.len(), expected: cut.groups.len() });
@@ -92,7 +99,7 @@ pub fn quantize(source: &Source, cut: &Cut, bits: &[Bits]) -> Result<Quantized, 
         .map(|&g| {
             let (places, bits) = (cut.groups[g as usize].clone(), bits[g as usize]);
             let samples = Samples::new(source, places);
-            let fit = fit_group(&samples, bits);
+            let fit = fit_group_on(&samples, bits, &Search::for_bits(bits, samples.grid()), path);
             let codes = samples.codes(&fit.table);
             (fit, codes, samples.squared_norm())
         })

@@ -122,8 +122,8 @@ impl<'a> Samples<'a> {
         Panel { values: &self.values[range.clone()], weights: &self.weights[range] }
     }
 
-    /// Bits of the source's grid.
-    pub(super) fn grid(&self) -> Option<u32> {
+    /// Bits of the source's grid; `None` for dense weights.
+    pub fn grid(&self) -> Option<u32> {
         self.source.grid()
     }
 

@@ -124,7 +124,7 @@ struct Runner {
 }
 
 /// The panels of each lap of the race between ceilings: evenly spread ones, then as many as before in each.
-fn laps(panels: usize, cuts: u32) -> Vec<Vec<usize>> {
+pub(super) fn laps(panels: usize, cuts: u32) -> Vec<Vec<usize>> {
     let cuts = (panels / FEWEST_PANELS).checked_ilog2().unwrap_or(0).min(cuts);
     let every = |step: usize, start: usize| (start..panels).step_by(step).collect();
     let mut laps = vec![every(1 << cuts, 0)];

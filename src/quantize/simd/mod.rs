@@ -123,6 +123,12 @@ impl SimdPath {
         CHOSEN.get_or_init(read).clone()
     }
 
+    /// The path of this process, and the fastest where [`SimdPath::chosen`] is an error: who asks for a path
+    /// is told of that before work begins, and the result is the same on any.
+    pub(super) fn or_fastest() -> Self {
+        Self::chosen().or_else(|_| Self::asked(None)).unwrap_or(Self::SCALAR)
+    }
+
     /// Its name, as [`VARIABLE`] takes it.
     pub fn name(self) -> &'static str {
         match self.0 {
