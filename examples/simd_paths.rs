@@ -15,7 +15,7 @@ use requant::quantize::{Fit, RowOrder, Samples, Search, SimdPath, Source, fit_gr
 use std::time::{Duration, Instant};
 
 const SIZE: usize = 4096;
-const GROUP_SIZES: [usize; 2] = [64, 128];
+const GROUP_SIZES: [usize; 3] = [32, 64, 128];
 const RUNS: usize = 5;
 /// Linears of a checkpoint, and groups of each.
 const LINEARS: usize = 7;
@@ -35,11 +35,12 @@ fn main() -> anyhow::Result<()> {
     let names: Vec<&str> = paths.iter().map(|path| path.name()).collect();
     println!("M weights/s of one core, best of {RUNS}; this machine has {}", names.join(", "));
     println!("group  bits  {}", names.iter().map(|name| format!("{name:>8}")).collect::<String>());
+    let mut seconds_a_weight = vec![0.0; paths.len()];
     for group_size in GROUP_SIZES {
         for bits in Bits::ALL {
             let mut line = format!("{group_size:5}  {:4}  ", bits.get());
             let mut expected: Option<Vec<Fit>> = None;
-            for &path in &paths {
+            for (&path, total) in paths.iter().zip(&mut seconds_a_weight) {
                 let mut best = Duration::MAX;
                 let mut weights = 0;
                 for _ in 0..RUNS {
@@ -50,11 +51,15 @@ fn main() -> anyhow::Result<()> {
                     let same = expected.get_or_insert_with(|| fits.clone()) == &fits;
                     ensure!(same, "{path} differs from {}: group {group_size}, {bits:?}", names[0]);
                 }
-                line += &format!("{:8.1}", weights as f64 / best.as_secs_f64() / 1e6);
+                let seconds = best.as_secs_f64() / weights as f64;
+                *total += seconds;
+                line += &format!("{:8.1}", 1e-6 / seconds);
             }
             println!("{line}");
         }
     }
+    let all: String = seconds_a_weight.iter().map(|total| format!("{:8.1}", 1e-6 / total)).collect();
+    println!("all 18 options {}", all.trim_start_matches("  "));
     println!("all paths gave the same codes, scales and errors, bit for bit");
     Ok(())
 }
