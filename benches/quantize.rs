@@ -47,7 +47,7 @@ fn fit<const GROUP_SIZE: usize>(bencher: Bencher, bits: u32) {
 fn fit_all_indices<const GROUP_SIZE: usize>(bencher: Bencher, bits: u32) {
     let source = source(GROUP_SIZE);
     let samples = Samples::new(&source, 0..GROUP_SIZE);
-    let how = Search { ceilings: 48, refinements: 0, highest: 1.05, lowest: 0.61, window: (15, 15) };
+    let how = Search { ceilings: 48, refinements: 0, highest: 1.05, lowest: 0.61, window: (15, 15), cuts: 0 };
     let bencher = bencher.counter(ItemsCount::new(GROUP_SIZE * SIZE));
     bencher.bench_local(|| fit_group_with(black_box(&samples), width(bits), &how));
 }

@@ -1,5 +1,6 @@
 //! Quantizes every GPTQ linear of a checkpoint at each width, with one group size for all, and prints the
-//! mean relative Frobenius error and the weights per second that the search takes.
+//! mean relative Frobenius error and the weights per second that the search takes. `REQUANT_SIMD` forces an
+//! instruction set.
 //!
 //! ```sh
 //! cargo run --release --example uniform_error -- smollm2-135m-gptq 64
@@ -10,7 +11,7 @@ use anyhow::Context;
 use rayon::prelude::*;
 use requant::checkpoint::{Checkpoint, OpenOptions};
 use requant::formats::exl2::Bits;
-use requant::quantize::{RowOrder, Samples, Source, fit_group};
+use requant::quantize::{RowOrder, Samples, SimdPath, Source, fit_group};
 use std::time::Instant;
 
 fn main() -> anyhow::Result<()> {
@@ -23,7 +24,8 @@ fn main() -> anyhow::Result<()> {
         sources.push(Source::gptq(checkpoint.gptq(module)?, RowOrder::Grouped));
     }
     let weights: usize = sources.iter().map(|s| s.in_features() * s.out_features()).sum();
-    println!("{} linears, {weights} weights, group {group_size}", sources.len());
+    let path = SimdPath::chosen()?;
+    println!("{} linears, {weights} weights, group {group_size}, {path}", sources.len());
     println!("bits  mean relative error  M weights/s ({} threads)", rayon::current_num_threads());
     for bits in Bits::ALL {
         let start = Instant::now();

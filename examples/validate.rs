@@ -1,4 +1,5 @@
 //! Measures what a conversion did to a model, with a limit of time: `validate SOURCE CONVERTED`.
+#![allow(clippy::print_stdout)]
 
 use anyhow::bail;
 use requant::checkpoint::{Checkpoint, OpenOptions};

@@ -1,8 +1,10 @@
 //! Fits one group, and puts a module together from its groups.
 
-use super::panel::{LANES, Path, round};
+use super::kernel::total;
+use super::panel::LANES;
 use super::samples::Samples;
 use super::search::{Search, code_range, search, steps};
+use super::simd::SimdPath;
 use super::source::{Cut, Source};
 use half::f16;
 use rayon::prelude::*;
@@ -10,7 +12,7 @@ use requant_formats::Permutation;
 use requant_formats::exl2::{Bits, Error, Group, GroupTable, Matrix, ceiling_for};
 
 /// How a group was quantized.
-#[derive(Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Fit {
     bits: Bits,
     /// The ceiling as decoded.
@@ -52,33 +54,22 @@ pub fn fit_group(samples: &Samples<'_>, bits: Bits) -> Fit {
 
 /// Quantizes one group with a search of one's own.
 pub fn fit_group_with(samples: &Samples<'_>, bits: Bits, how: &Search) -> Fit {
-    let path = Path::available().pop().unwrap_or(Path::Plain);
-    fit_group_on(samples, bits, how, path)
+    fit_group_on(samples, bits, how, SimdPath::or_fastest())
 }
 
-pub(super) fn fit_group_on(samples: &Samples<'_>, bits: Bits, how: &Search, path: Path) -> Fit {
+/// Quantizes one group with a search and an instruction set of one's own.
+pub fn fit_group_on(samples: &Samples<'_>, bits: Bits, how: &Search, path: SimdPath) -> Fit {
     let choice = search(samples, bits, how, path);
     // The lowest of a ceiling's scales is always usable, so that no column has chosen NaN.
     let (range, offered) = (code_range(bits), steps(choice.ceiling, bits));
-    let mut table = Vec::new();
-    let mut squared_error = 0.0;
+    let mut table = Vec::with_capacity(samples.panels() * samples.depth());
+    let mut errors = [0.0f64; LANES];
     for panel in 0..samples.panels() {
-        let scale: [f32; LANES] =
+        let scale =
             std::array::from_fn(|lane| offered.scale[usize::from(choice.index[panel * LANES + lane])]);
-        let samples = samples.panel(panel);
-        for (value, weight) in samples.values.iter().zip(samples.weights) {
-            let mut codes = [0u8; LANES];
-            for lane in 0..LANES {
-                let code = round((value[lane] / scale[lane]).max(range.low).min(range.high));
-                let decoded = f16::from_f32(code * scale[lane]).to_f32();
-                let miss = f64::from(value[lane]) - f64::from(decoded);
-                squared_error += f64::from(weight[lane]) * miss * miss;
-                codes[lane] = (code - range.low) as u8;
-            }
-            table.push(codes);
-        }
+        path.encode(samples.panel(panel), &scale, range, &mut table, &mut errors);
     }
-    Fit { bits, ceiling: choice.ceiling, index: choice.index, table, squared_error }
+    Fit { bits, ceiling: choice.ceiling, index: choice.index, table, squared_error: total(&errors) }
 }
 
 /// Quantizes a module: group `i` of `cut` gets `bits[i]`. Groups are stored widest first, as the format
@@ -88,6 +79,15 @@ pub(super) fn fit_group_on(samples: &Samples<'_>, bits: Bits, how: &Search, path
 /// [`Error::Length`] if there aren't as many widths as groups; those of [`Matrix::new`], which finds nothing
 /// in sizes that the format allows and finite weights.
 pub fn quantize(source: &Source, cut: &Cut, bits: &[Bits]) -> Result<Quantized, Error> {
+    quantize_on(source, cut, bits, SimdPath::or_fastest())
+}
+
+pub(super) fn quantize_on(
+    source: &Source,
+    cut: &Cut,
+    bits: &[Bits],
+    path: SimdPath,
+) -> Result<Quantized, Error> {
     let n = source.n;
     if bits.len() != cut.groups.len() {
         return Err(Error::Length { tensor: "q_groups", found: bits.len(), expected: cut.groups.len() });
@@ -99,7 +99,7 @@ pub fn quantize(source: &Source, cut: &Cut, bits: &[Bits]) -> Result<Quantized, 
         .map(|&g| {
             let (places, bits) = (cut.groups[g as usize].clone(), bits[g as usize]);
             let samples = Samples::new(source, places);
-            let fit = fit_group(&samples, bits);
+            let fit = fit_group_on(&samples, bits, &Search::for_bits(bits, samples.grid()), path);
             let codes = samples.codes(&fit.table);
             (fit, codes, samples.squared_norm())
         })

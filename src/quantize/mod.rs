@@ -10,15 +10,18 @@
 
 mod fit;
 mod half_precision;
+mod kernel;
 mod panel;
 mod samples;
 mod search;
+mod simd;
 mod source;
 #[cfg(test)]
 mod tests;
 
-pub use fit::{Fit, Quantized, fit_group, fit_group_with, quantize};
+pub use fit::{Fit, Quantized, fit_group, fit_group_on, fit_group_with, quantize};
 pub use half_precision::{NotFinite, Rounding, to_half};
 pub use samples::Samples;
 pub use search::Search;
+pub use simd::{SimdError, SimdPath, VARIABLE as SIMD_VARIABLE};
 pub use source::{Cut, RowOrder, Source};

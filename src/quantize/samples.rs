@@ -112,13 +112,18 @@ impl<'a> Samples<'a> {
         self.source.n / LANES
     }
 
+    /// Values a column.
+    pub(super) fn depth(&self) -> usize {
+        self.depth
+    }
+
     pub(super) fn panel(&self, panel: usize) -> Panel<'_> {
         let range = panel * self.depth..(panel + 1) * self.depth;
         Panel { values: &self.values[range.clone()], weights: &self.weights[range] }
     }
 
-    /// Bits of the source's grid.
-    pub(super) fn grid(&self) -> Option<u32> {
+    /// Bits of the source's grid; `None` for dense weights.
+    pub fn grid(&self) -> Option<u32> {
         self.source.grid()
     }
 

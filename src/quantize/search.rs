@@ -1,7 +1,8 @@
 //! Which ceiling a group gets, and which of its sixteen scales each column.
 
-use super::panel::{LANES, Lanes, Path, Range, Steps, choose_index};
+use super::panel::{LANES, Lanes, Range, Steps, Window};
 use super::samples::Samples;
+use super::simd::SimdPath;
 use half::f16;
 use requant_formats::exl2::{Bits, ceiling_for, decode_scale};
 
@@ -19,6 +20,9 @@ pub struct Search {
     /// Indices tried below and above the smallest that clips nothing, while ceilings are compared. The
     /// ceiling chosen is then searched over all sixteen.
     pub window: (i32, i32),
+    /// How often at most the ceilings that do worst on the columns so far are given up, before all columns
+    /// have been looked at.
+    pub cuts: u32,
 }
 
 impl Search {
@@ -38,12 +42,18 @@ impl Search {
             _ if bits.get() == 2 => 0,
             _ => 1,
         };
-        Self { ceilings: 48, refinements: 8, highest, lowest, window: (below, above) }
+        Self { ceilings: 56, refinements: 12, highest, lowest, window: (below, above), cuts: 4 }
     }
 }
 
-/// Every index, wherever a column's first one is.
-const ALL: (i32, i32) = (15, 15);
+/// Panels that are looked at before any ceiling is given up.
+const FEWEST_PANELS: usize = 16;
+
+/// Of `ceilings`, how many stay in the race after so many panels.
+fn staying(ceilings: usize, panels: usize) -> usize {
+    let stay = if panels < 2 * FEWEST_PANELS { (ceilings * 3).div_ceil(4) } else { ceilings.div_ceil(2) };
+    stay.max(2)
+}
 
 /// The ceiling as decoded (`q_scale_max / 256`), and an index a column.
 pub(super) struct Choice {
@@ -68,31 +78,58 @@ pub(super) fn steps(ceiling: f16, bits: Bits) -> Steps {
 }
 
 /// Searches a group.
-pub(super) fn search(samples: &Samples<'_>, bits: Bits, search: &Search, path: Path) -> Choice {
+pub(super) fn search(samples: &Samples<'_>, bits: Bits, search: &Search, path: SimdPath) -> Choice {
     let range = code_range(bits);
     let wanted: Vec<Lanes> = (0..samples.panels()).map(|p| wanted_scales(samples, p, range)).collect();
     let largest = wanted.iter().flatten().fold(0.0f32, |a, &b| a.max(b));
-    let errors = |ceilings: &[f16]| {
-        let offered: Vec<Steps> = ceilings.iter().map(|&c| steps(c, bits)).collect();
-        let mut sums = vec![0.0; offered.len()];
-        for (p, wanted) in wanted.iter().enumerate() {
-            path.add_best_errors(samples.panel(p), wanted, &offered, search.window, range, &mut sums);
+    let laps = laps(samples.panels(), search.cuts);
+    let race = |ceilings: &[f16]| {
+        let mut running: Vec<(Steps, Runner)> =
+            (ceilings.iter()).map(|&ceiling| (steps(ceiling, bits), Runner { ceiling, sum: 0.0 })).collect();
+        let mut seen = 0;
+        for (lap, panels) in laps.iter().enumerate() {
+            let (offered, mut runners): (Vec<Steps>, Vec<Runner>) = running.into_iter().unzip();
+            let mut sums: Vec<f64> = runners.iter().map(|r| r.sum).collect();
+            for &p in panels {
+                let window = Window { wanted: &wanted[p], reach: search.window };
+                path.add_best_errors(samples.panel(p), window, &offered, range, &mut sums);
+            }
+            runners.iter_mut().zip(sums).for_each(|(runner, sum)| runner.sum = sum);
+            running = offered.into_iter().zip(runners).collect();
+            // Stable, so that of equals the earlier stays.
+            running.sort_by(|a, b| a.1.sum.total_cmp(&b.1.sum));
+            seen += panels.len();
+            if lap + 1 < laps.len() {
+                running.truncate(staying(running.len(), seen));
+            }
         }
-        sums
+        running.into_iter().map(|(_, runner)| runner).collect::<Vec<_>>()
     };
-    let mut tried = even_ceilings(largest, search);
-    if tried.is_empty() {
+    let tried = even_ceilings(largest, search);
+    let mut last = race(&tried);
+    let finer = finer_ceilings(&tried, &last, largest, search);
+    last.extend(race(&finer));
+    let Some(best) = last.iter().min_by(|a, b| a.sum.total_cmp(&b.sum)) else {
         return Choice { ceiling: SMALLEST, index: vec![0; samples.panels() * LANES] };
-    }
-    let mut sums = errors(&tried);
-    let finer = finer_ceilings(&tried, &sums, largest, search);
-    sums.extend(errors(&finer));
-    tried.extend(finer);
-    let best = (0..sums.len()).fold(0, |best, i| if sums[i] < sums[best] { i } else { best });
-    let offered = steps(tried[best], bits);
-    let columns = wanted.iter().enumerate();
-    let index = columns.flat_map(|(p, w)| choose_index(samples.panel(p), w, &offered, ALL, range)).collect();
-    Choice { ceiling: tried[best], index }
+    };
+    let offered = steps(best.ceiling, bits);
+    let index = (0..samples.panels()).flat_map(|p| path.best_index(samples.panel(p), &offered, range));
+    Choice { ceiling: best.ceiling, index: index.collect() }
+}
+
+/// A ceiling and the squared error of the columns that were looked at.
+struct Runner {
+    ceiling: f16,
+    sum: f64,
+}
+
+/// The panels of each lap of the race between ceilings: evenly spread ones, then as many as before in each.
+pub(super) fn laps(panels: usize, cuts: u32) -> Vec<Vec<usize>> {
+    let cuts = (panels / FEWEST_PANELS).checked_ilog2().unwrap_or(0).min(cuts);
+    let every = |step: usize, start: usize| (start..panels).step_by(step).collect();
+    let mut laps = vec![every(1 << cuts, 0)];
+    laps.extend((0..cuts).rev().map(|h| every(2 << h, 1 << h)));
+    laps
 }
 
 /// The smallest scale of each column that clips none of its values.
@@ -126,16 +163,14 @@ fn even_ceilings(largest: f32, search: &Search) -> Vec<f16> {
     ceilings
 }
 
-/// Ceilings on both sides of the two best of `tried` that were not tried.
-fn finer_ceilings(tried: &[f16], sums: &[f64], largest: f32, search: &Search) -> Vec<f16> {
-    let mut order: Vec<usize> = (0..tried.len()).collect();
-    order.sort_by(|&a, &b| sums[a].total_cmp(&sums[b]));
+/// Ceilings on both sides of the two best that were not tried.
+fn finer_ceilings(tried: &[f16], best_first: &[Runner], largest: f32, search: &Search) -> Vec<f16> {
     let reach = largest * share_between(search);
     let mut finer: Vec<f16> = Vec::new();
-    for &best in order.iter().take(2) {
+    for best in best_first.iter().take(2) {
         for i in 1..=search.refinements {
             let offset = 2.0 * i as f32 / (search.refinements + 1) as f32 - 1.0;
-            let close = ceiling(tried[best].to_f32() * 256.0 + offset * reach);
+            let close = ceiling(best.ceiling.to_f32() * 256.0 + offset * reach);
             finer.extend(close.filter(|c| !tried.contains(c) && !finer.contains(c)));
         }
     }
