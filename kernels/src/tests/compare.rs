@@ -30,7 +30,8 @@ pub(super) fn measures_differences<O: Operations>(ops: &O) {
     let mut random = Stream(43);
     let (s, c) = (random.activations(300 * 131, 3.0), random.activations(300 * 131, 3.0));
     let found = ops.difference(&tensor(ops, &s, 131), &tensor(ops, &c, 131)).expect("equal shapes");
-    let sum = |f: &dyn Fn(f64, f64) -> f64| -> f64 { s.iter().zip(&c).map(|(&s, &c)| f(s.into(), c.into())).sum() };
+    let sum =
+        |f: &dyn Fn(f64, f64) -> f64| -> f64 { s.iter().zip(&c).map(|(&s, &c)| f(s.into(), c.into())).sum() };
     let near = |found: f64, expected: f64| assert!((found - expected).abs() < 1e-9, "{found} for {expected}");
     near(found.squared_error / sum(&|s, c| (s - c).powi(2)), 1.0);
     near(found.squared_source / sum(&|s, _| s * s), 1.0);
@@ -65,9 +66,13 @@ pub(super) fn compares_logits<O: Operations>(ops: &O) {
         for ((score, (s, c)), target) in found.iter().zip(rows).zip(TARGETS) {
             let (p, q) = (log_softmax(s), log_softmax(c));
             let kl = |p: &[f64], q: &[f64]| -> f64 { p.iter().zip(q).map(|(p, q)| p.exp() * (p - q)).sum() };
-            let top = |x: &[f32]| x.iter().enumerate().fold(0, |best, (i, v)| if *v > x[best] { i } else { best });
+            let top =
+                |x: &[f32]| x.iter().enumerate().fold(0, |best, (i, v)| if *v > x[best] { i } else { best });
             let near = |found: f32, expected: f64| {
-                assert!((f64::from(found) - expected).abs() <= NATS * expected.max(1.0), "{found} for {expected}");
+                assert!(
+                    (f64::from(found) - expected).abs() <= NATS * expected.max(1.0),
+                    "{found} for {expected}"
+                );
             };
             near(score.source_nll, -p[target as usize]);
             near(score.converted_nll, -q[target as usize]);
@@ -106,7 +111,10 @@ pub(super) fn takes_no_rows_to_compare<O: Operations>(ops: &O) {
 pub(super) fn refuses_other_shapes<O: Operations>(ops: &O) {
     let (x, y) = (tensor(ops, &[0.0; 6], 3), tensor(ops, &[0.0; 6], 2));
     let refused = |found: Option<Error>, name: &str| {
-        assert!(matches!(&found, Some(Error::Shape { operation, .. }) if *operation == name), "{name}: {found:?}");
+        assert!(
+            matches!(&found, Some(Error::Shape { operation, .. }) if *operation == name),
+            "{name}: {found:?}"
+        );
     };
     refused(ops.difference(&x, &y).err(), "difference");
     refused(ops.compare_logits(&x, &y, &[0, 0]).err(), "compare_logits");

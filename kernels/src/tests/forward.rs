@@ -28,10 +28,14 @@ pub(super) fn normalises<O: Operations>(ops: &O) {
             .flat_map(|x| {
                 let mean = x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / c as f64;
                 let factor = 1.0 / (mean + f64::from(0.25f32)).sqrt();
-                x.iter().zip(&weight).map(move |(&x, &w)| f64::from(x) * factor * f64::from(w)).collect::<Vec<_>>()
+                x.iter()
+                    .zip(&weight)
+                    .map(move |(&x, &w)| f64::from(x) * factor * f64::from(w))
+                    .collect::<Vec<_>>()
             })
             .collect();
-        let y = ops.rms_norm(&tensor(ops, &x, c * heads), &tensor(ops, &weight, c), 0.25).expect("whole runs");
+        let y =
+            ops.rms_norm(&tensor(ops, &x, c * heads), &tensor(ops, &weight, c), 0.25).expect("whole runs");
         assert_eq!(ops.shape(&y), (5, c * heads));
         assert_near(&values(ops, &y), &expected, ROUNDINGS);
     }
@@ -70,7 +74,10 @@ fn defined_attention(q: &[f32], k: &[f32], v: &[f32], shape: &Attention) -> Vec<
             let kv = head / (shape.heads / shape.kv_heads) * d;
             let score = |other: usize| {
                 let dot: f64 = (0..d)
-                    .map(|i| f64::from(q[row * q_columns + head * d + i]) * f64::from(k[other * kv_columns + kv + i]))
+                    .map(|i| {
+                        f64::from(q[row * q_columns + head * d + i])
+                            * f64::from(k[other * kv_columns + kv + i])
+                    })
                     .sum();
                 let score = dot * f64::from(shape.scale);
                 shape.soft_cap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh()).exp()
@@ -105,7 +112,8 @@ pub(super) fn attends<O: Operations>(ops: &O) {
     for kv_heads in [1, 2, 4] {
         for sliding in [None, Some(2), Some(5), Some(9), Some(100)] {
             for soft_cap in [None, Some(1.5)] {
-                let (found, expected) = attend(ops, 22, &Attention { kv_heads, sliding, soft_cap, ..SHAPE }, 2.0);
+                let (found, expected) =
+                    attend(ops, 22, &Attention { kv_heads, sliding, soft_cap, ..SHAPE }, 2.0);
                 assert_near(&found, &expected, 4.0 * ROUNDINGS);
             }
         }
@@ -140,7 +148,8 @@ pub(super) fn gates<O: Operations>(ops: &O) {
             }
             Activation::Gelu => 0.5 * x * (1.0 + libm::erf(x / std::f64::consts::SQRT_2)),
         };
-        let expected: Vec<f64> = gate.iter().zip(&up).map(|(&g, &u)| function(g.into()) * f64::from(u)).collect();
+        let expected: Vec<f64> =
+            gate.iter().zip(&up).map(|(&g, &u)| function(g.into()) * f64::from(u)).collect();
         let y = ops.gate(&tensor(ops, &gate, 50), &tensor(ops, &up, 50), activation).expect("equal shapes");
         assert_near(&values(ops, &y), &expected, ROUNDINGS);
     }
@@ -153,7 +162,8 @@ pub(super) fn embeds<O: Operations>(ops: &O) {
         let weight = ops.upload_weight(&dense(&table, 6, dtype)).expect("a table");
         let x = ops.embed(&weight, &[4, 0, 4], 1.5).expect("tokens below 5");
         assert_eq!(ops.shape(&x), (3, 6));
-        let expected: Vec<f32> = [4, 0, 4].iter().flat_map(|&t| table[t * 6..][..6].iter().map(|x| x * 1.5)).collect();
+        let expected: Vec<f32> =
+            [4, 0, 4].iter().flat_map(|&t| table[t * 6..][..6].iter().map(|x| x * 1.5)).collect();
         assert_eq!(values(ops, &x), expected);
         assert!(matches!(ops.embed(&weight, &[0, 5], 1.0), Err(Error::Shape { operation: "embed", .. })));
     }
@@ -188,7 +198,8 @@ pub(super) fn caps<O: Operations>(ops: &O) {
 pub(super) fn adds_biases<O: Operations>(ops: &O) {
     // Small integers: exact in all types and any order.
     let mut random = Stream(37);
-    let mut integers = |count: usize| -> Vec<f32> { (0..count).map(|_| random.below(9) as f32 - 4.0).collect() };
+    let mut integers =
+        |count: usize| -> Vec<f32> { (0..count).map(|_| random.below(9) as f32 - 4.0).collect() };
     let (k, n) = (37, 19);
     let (x, w, bias) = (integers(3 * k), integers(n * k), integers(n));
     let expected: Vec<f32> = (0..3 * n)
@@ -196,7 +207,8 @@ pub(super) fn adds_biases<O: Operations>(ops: &O) {
         .collect();
     for dtype in [DenseType::F32, DenseType::F16, DenseType::Bf16] {
         let weight = ops.upload_weight(&dense(&w, k, dtype)).expect("a weight");
-        let y = ops.matmul(&tensor(ops, &x, k), &weight, Some(&tensor(ops, &bias, n))).expect("shapes that fit");
+        let y =
+            ops.matmul(&tensor(ops, &x, k), &weight, Some(&tensor(ops, &bias, n))).expect("shapes that fit");
         assert_eq!(values(ops, &y), expected);
         let decoded: Vec<f32> = (0..k * n).map(|i| w[i % n * k + i / n]).collect();
         let found: Vec<f32> = ops.dequantize(&weight).expect("fp16").iter().map(|x| x.to_f32()).collect();
@@ -242,7 +254,8 @@ pub(super) fn refuses_shapes<O: Operations>(ops: &O) {
     let weight = ops.upload_weight(&dense(&[1.0; 4 * 3], 4, DenseType::F32)).expect("a weight");
     refused("upload", ops.upload(&[1.0; 5], 2));
     refused("upload", ops.upload(&[], 0));
-    let short = Dense { dtype: DenseType::F16, out_features: 3, in_features: 4, bytes: Arc::new(vec![0u8; 23]) };
+    let short =
+        Dense { dtype: DenseType::F16, out_features: 3, in_features: 4, bytes: Arc::new(vec![0u8; 23]) };
     refused("upload_weight", ops.upload_weight(&short.clone().into()));
     let huge = Dense { out_features: usize::MAX, ..short };
     refused("upload_weight", ops.upload_weight(&huge.into()));
