@@ -54,7 +54,7 @@ kernels! {
         Add "add",
         AddRows "add_rows",
         SoftCap "soft_cap",
-        Select "select",
+        Take "take",
     }
     "attention.cu" {
         Attend64 "attend_64",

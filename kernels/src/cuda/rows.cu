@@ -64,7 +64,7 @@ extern "C" __global__ void soft_cap(float *x, u64 count, float cap) {
 }
 
 // y[i] = x[rows[i]], or x[i] where `rows` is null, from column `first` on. Grid: (rows of y, count / 256).
-extern "C" __global__ void select(const float *x, const u32 *rows, u32 columns, u32 first, u32 count, float *y) {
+extern "C" __global__ void take(const float *x, const u32 *rows, u32 columns, u32 first, u32 count, float *y) {
   u32 column = blockIdx.y * blockDim.x + threadIdx.x, i = blockIdx.x;
   u32 row = rows ? rows[i] : i;
   if (column < count) y[(u64)i * count + column] = x[(u64)row * columns + first + column];

@@ -201,11 +201,11 @@ impl Cuda {
         columns: Range<usize>,
     ) -> Result<Tensor, Error> {
         let y = self.tensor(operation, rows, columns.len())?;
-        // SAFETY: the arguments of `select`; the callers have checked rows and columns against x.
+        // SAFETY: the arguments of `take`; the callers have checked rows and columns against x.
         unsafe {
             self.launch(
                 operation,
-                Kernel::Select,
+                Kernel::Take,
                 rows_of(operation, rows, columns.len())?,
                 &mut [
                     Argument::Address(x.address()),

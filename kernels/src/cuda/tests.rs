@@ -18,14 +18,12 @@ fn required(variable: &str) -> bool {
 /// The device of all tests, with poisoned memory; none where there is none, unless one is required.
 pub(crate) fn gpu() -> &'static Option<Cuda> {
     static GPU: OnceLock<Option<Cuda>> = OnceLock::new();
-    GPU.get_or_init(|| match Cuda::new(0, &Setup::from_environment()) {
-        Ok(cuda) => Some(cuda.poisoned()),
-        Err(unavailable) => {
-            assert!(!required("REQUIRE_GPU"), "a GPU is required: {unavailable}");
-            skip("tests on a GPU", &unavailable);
-            None
-        }
-    })
+    let gpu = GPU.get_or_init(|| {
+        let cuda = Cuda::new(0, &Setup::from_environment());
+        cuda.map(Cuda::poisoned).map_err(|unavailable| skip("tests on a GPU", &unavailable)).ok()
+    });
+    assert!(gpu.is_some() || !required("REQUIRE_GPU"), "a GPU is required");
+    gpu
 }
 
 #[allow(clippy::print_stderr, reason = "a test that is skipped must be seen")]
