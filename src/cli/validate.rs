@@ -1,10 +1,10 @@
 //! `requant validate`, and what `convert --validate` shares with it.
 
+use super::device::{Device, Opened};
 use super::errors::Failure;
 use super::print;
 use super::progress::{Progress, Style};
 use requant::checkpoint::{AllOnes, Checkpoint, OpenOptions};
-use requant::kernels::Cpu;
 use requant::progress::Observer;
 use requant::validate::page::html;
 use requant::validate::report::{GateKind, LayerScores, LayoutFault, ModelSide, Verdict};
@@ -77,8 +77,8 @@ pub(super) struct Measure {
     /// Fail if both models find the same token most likely for a smaller part of the tokens: 0.95.
     #[arg(help_heading = "Validation", long, value_name = "PART", value_parser = parse_limit)]
     min_top1: Option<f64>,
-    /// Where to compute.
-    #[arg(help_heading = "Validation", long, value_name = "DEVICE", value_enum, default_value_t = Device::Auto)]
+    /// Where to compute: auto (a GPU if one can be used), cpu, cuda, or cuda:N for one of several.
+    #[arg(help_heading = "Validation", long, value_name = "DEVICE", default_value_t = Device::Auto)]
     device: Device,
 }
 
@@ -86,15 +86,6 @@ pub(super) struct Measure {
 enum Switch {
     On,
     Off,
-}
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
-pub(super) enum Device {
-    /// The fastest there is.
-    #[default]
-    Auto,
-    /// The processor.
-    Cpu,
 }
 
 impl Measure {
@@ -136,11 +127,10 @@ impl Measure {
         options: &Options,
         observer: &dyn Observer,
     ) -> Result<Validation, requant::Error> {
-        match self.device {
-            Device::Auto | Device::Cpu => {
-                let ops = Cpu::new(rayon::current_num_threads());
-                validate(source, converted, options, &ops, observer)
-            }
+        match self.device.open().map_err(requant::validate::Error::from)? {
+            Opened::Cpu(ops) => validate(source, converted, options, &ops, observer),
+            #[cfg(feature = "cuda")]
+            Opened::Cuda(ops) => validate(source, converted, options, &*ops, observer),
         }
     }
 }

@@ -174,7 +174,7 @@ impl Cuda {
     ) -> Result<(), Error> {
         let operation = "matmul";
         let column = (stride * element).max(1);
-        let mut width = (self.panel / column).min(n).next_multiple_of(COLUMNS);
+        let mut width = (self.panel / column).clamp(1, n).next_multiple_of(COLUMNS);
         let panel = loop {
             match self.allocate(operation, shapes::bytes(operation, width, column, 1)?) {
                 // Columns don't depend on each other: the result is the same.
