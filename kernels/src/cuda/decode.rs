@@ -21,7 +21,7 @@ pub struct Weight {
 }
 
 pub(super) enum Stored {
-    Packed(PackedWeight),
+    Packed(Box<PackedWeight>),
     /// `[out_features, stride]`, rows padded with zeros.
     Dense {
         dtype: DenseType,
@@ -233,7 +233,7 @@ impl Cuda {
                 ],
             )?;
         }
-        Ok(Stored::Packed(PackedWeight {
+        Ok(Stored::Packed(Box::new(PackedWeight {
             layout: parts.layout,
             units,
             columns: n,
@@ -245,7 +245,7 @@ impl Cuda {
             in_order,
             scales: self.to_device(operation, &parts.scales)?,
             extra: parts.extra.as_ref().map(|extra| self.to_device(operation, extra)).transpose()?,
-        }))
+        })))
     }
 
     fn place_dense(&self, dense: &Dense) -> Result<Stored, Error> {
