@@ -34,6 +34,13 @@ pub enum Error {
         /// Bytes asked for.
         needed: u64,
     },
+    /// The GPU can't be used.
+    #[cfg(feature = "cuda")]
+    #[error("{0}; {hint}", hint = .0.hint())]
+    Unavailable(#[from] crate::cuda::Unavailable),
+    /// A GPU was asked for, and the program was built without.
+    #[error("this program was built without GPUs")]
+    NotBuilt,
 }
 
 /// [`Error::Shape`] unless `fits`; `words` gives what was found and what was expected.

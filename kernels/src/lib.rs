@@ -2,8 +2,8 @@
 //!
 //! Takes matrices of `requant-formats` and activations, gives decoded weights, products, and comparisons of
 //! what two models say. [`Operations`] is what every device implements; [`Cpu`] is the reference, which is
-//! never removed, and is what other devices are compared with. Must not read files, know of models, or
-//! choose a device for the caller.
+//! never removed, and is what other devices are compared with; `cuda`, a feature, has NVIDIA's GPUs. Must not
+//! read files, know of models, or choose a device for the caller.
 //!
 //! Each test is written once, over the trait (`tests/`), and runs for every device there is.
 //!
@@ -22,6 +22,8 @@
 //! ```
 
 mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod error;
 mod operations;
 #[cfg(test)]

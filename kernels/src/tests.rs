@@ -4,12 +4,12 @@
 
 mod compare;
 mod forward;
-mod packed;
+pub(crate) mod packed;
 
 use super::{Cpu, Operations};
 use proptest::prelude::*;
 
-/// Makes the tests of one device.
+/// Makes the tests of one device: of `Some` device, or of a reference to one; `None` skips them.
 macro_rules! tests_of {
     ($device:ident, $operations:expr) => {
         mod $device {
@@ -20,22 +20,34 @@ macro_rules! tests_of {
 
                 #[test]
                 fn decodes_gptq_to_the_defined_bits(case in packed::gptq_case()) {
-                    packed::decodes_to_the_defined_bits(&$operations, &case)?;
+                    let device = $operations;
+                    if let Some(operations) = device.as_ref() {
+                        packed::decodes_to_the_defined_bits(operations, &case)?;
+                    }
                 }
 
                 #[test]
                 fn decodes_exl2_to_the_defined_bits(case in packed::exl2_case()) {
-                    packed::decodes_to_the_defined_bits(&$operations, &case)?;
+                    let device = $operations;
+                    if let Some(operations) = device.as_ref() {
+                        packed::decodes_to_the_defined_bits(operations, &case)?;
+                    }
                 }
 
                 #[test]
                 fn multiplies_gptq(case in packed::gptq_case(), m in 0usize..4, seed: u64) {
-                    packed::multiplies(&$operations, &case, m, seed)?;
+                    let device = $operations;
+                    if let Some(operations) = device.as_ref() {
+                        packed::multiplies(operations, &case, m, seed)?;
+                    }
                 }
 
                 #[test]
                 fn multiplies_exl2(case in packed::exl2_case(), m in 0usize..4, seed: u64) {
-                    packed::multiplies(&$operations, &case, m, seed)?;
+                    let device = $operations;
+                    if let Some(operations) = device.as_ref() {
+                        packed::multiplies(operations, &case, m, seed)?;
+                    }
                 }
             }
 
@@ -51,18 +63,23 @@ macro_rules! tests_of {
     (@each $operations:expr, $module:ident: $($test:ident),+) => {
         $(#[test]
         fn $test() {
-            $module::$test(&$operations);
+            let device = $operations;
+            if let Some(operations) = device.as_ref() {
+                $module::$test(operations);
+            }
         })+
     };
 }
 
-tests_of!(cpu, Cpu::new(2));
+tests_of!(cpu, Some(Cpu::new(2)));
+#[cfg(feature = "cuda")]
+tests_of!(cuda, crate::cuda::tests::gpu());
 
 /// Numbers without a pattern (xorshift).
-struct Stream(u64);
+pub(crate) struct Stream(pub(crate) u64);
 
 impl Stream {
-    fn below(&mut self, limit: u32) -> u32 {
+    pub(crate) fn below(&mut self, limit: u32) -> u32 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -70,11 +87,11 @@ impl Stream {
     }
 
     /// A value in −1..1.
-    fn activation(&mut self) -> f32 {
+    pub(crate) fn activation(&mut self) -> f32 {
         self.below(1 << 24) as f32 / (1 << 23) as f32 - 1.0
     }
 
-    fn activations(&mut self, count: usize, scale: f32) -> Vec<f32> {
+    pub(crate) fn activations(&mut self, count: usize, scale: f32) -> Vec<f32> {
         (0..count).map(|_| self.activation() * scale).collect()
     }
 }

@@ -4,6 +4,9 @@
 //! logic that a library user would miss.
 
 mod convert;
+mod device;
+#[cfg(feature = "cuda")]
+mod doctor;
 mod errors;
 mod inspect;
 mod print;
@@ -38,6 +41,8 @@ enum Command {
     Convert(Box<convert::Arguments>),
     Verify(verify::Arguments),
     Validate(Box<validate::Arguments>),
+    #[cfg(feature = "cuda")]
+    Doctor(doctor::Arguments),
     /// Print a completion script for a shell.
     Completions {
         /// The shell.
@@ -78,6 +83,8 @@ fn execute(arguments: &Arguments) -> Result<(), Failure> {
         Command::Convert(convert) => pool.install(|| convert.run(arguments.json)),
         Command::Verify(verify) => pool.install(|| verify.run(arguments.json)),
         Command::Validate(validate) => pool.install(|| validate.run(arguments.json)),
+        #[cfg(feature = "cuda")]
+        Command::Doctor(doctor) => pool.install(|| doctor.run(arguments.json)),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(*shell, &mut Arguments::command(), "requant", &mut script);

@@ -1,11 +1,11 @@
 //! `requant validate`, and what `convert --validate` shares with it.
 
+use super::device::{Device, Opened};
 use super::errors::Failure;
 use super::print;
 use super::progress::{Progress, Style};
 use super::validate_summary;
 use requant::checkpoint::{AllOnes, Checkpoint, OpenOptions};
-use requant::kernels::Cpu;
 use requant::progress::Observer;
 use requant::validate::page::html;
 use requant::validate::report::Verdict;
@@ -88,8 +88,8 @@ pub(super) struct Measure {
     /// Tokens to measure each layer on, the first windows of the text; a quarter of --tokens if left out.
     #[arg(help_heading = "Validation", long, value_name = "N")]
     layer_tokens: Option<usize>,
-    /// Where to compute.
-    #[arg(help_heading = "Validation", long, value_name = "DEVICE", value_enum, default_value_t = Device::Auto)]
+    /// Where to compute: auto (a GPU if one can be used), cpu, cuda, or cuda:N for one of several.
+    #[arg(help_heading = "Validation", long, value_name = "DEVICE", default_value_t = Device::Auto)]
     device: Device,
 }
 
@@ -97,15 +97,6 @@ pub(super) struct Measure {
 enum Switch {
     On,
     Off,
-}
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
-pub(super) enum Device {
-    /// The fastest there is.
-    #[default]
-    Auto,
-    /// The processor.
-    Cpu,
 }
 
 impl Measure {
@@ -172,11 +163,10 @@ impl Measure {
         options: &Options,
         observer: &dyn Observer,
     ) -> Result<Validation, requant::Error> {
-        match self.device {
-            Device::Auto | Device::Cpu => {
-                let ops = Cpu::new(rayon::current_num_threads());
-                validate(source, converted, options, &ops, observer)
-            }
+        match self.device.open().map_err(requant::validate::Error::from)? {
+            Opened::Cpu(ops) => validate(source, converted, options, &ops, observer),
+            #[cfg(feature = "cuda")]
+            Opened::Cuda(ops) => validate(source, converted, options, &*ops, observer),
         }
     }
 }

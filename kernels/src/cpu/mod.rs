@@ -320,7 +320,7 @@ impl Dense {
         product::widen(self.dtype, bytes, to);
     }
 
-    fn check(&self, operation: &'static str) -> Result<(), Error> {
+    pub(crate) fn check(&self, operation: &'static str) -> Result<(), Error> {
         let needed =
             self.in_features.checked_mul(self.out_features).and_then(|n| n.checked_mul(self.dtype.size()));
         let found = (*self.bytes).as_ref().len();
