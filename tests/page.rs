@@ -1,6 +1,10 @@
 //! The page of a validation, in the states a user can meet. With `REQUANT_PAGES=DIR` the pages are written
 //! there and scripts/screenshots.py shows them to a browser.
-#![allow(clippy::unwrap_used, reason = "the exception for tests leaves out what test functions share")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stderr,
+    reason = "the exception for tests leaves out what test functions share"
+)]
 
 use requant::validate::report::*;
 use requant::validate::{Validation, page, summary};

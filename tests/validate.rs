@@ -1,4 +1,5 @@
 //! Validation: faults planted in real converted files are named, and what is exact is said to be.
+#![allow(clippy::unwrap_used, reason = "the exception for tests leaves out what test functions share")]
 
 mod support;
 

@@ -180,6 +180,9 @@ pub enum Error {
         /// Why.
         objection: Objection,
     },
+    /// The instruction set that was asked for can't be taken.
+    #[error(transparent)]
+    Simd(#[from] crate::quantize::SimdError),
     /// A fixed width is below the floor.
     #[error("--set gives the module {set} bits, but --min asks for at least {min}")]
     RulesDisagree {
@@ -219,6 +222,7 @@ impl Diagnose for Error {
             Self::ScaleOverflow { .. } => "plan.scale_overflow",
             Self::ScaleRounded { .. } => "plan.scale_rounded",
             Self::ReaderRefuses { .. } => "plan.reader_refuses",
+            Self::Simd(error) => error.code(),
         }
     }
 
@@ -229,6 +233,7 @@ impl Diagnose for Error {
             | Self::Pattern { .. }
             | Self::UnusedRule { .. }
             | Self::RulesDisagree { .. } => Kind::Usage,
+            Self::Simd(error) => error.kind(),
             _ => Kind::Input,
         }
     }
@@ -304,6 +309,7 @@ impl Diagnose for Error {
             Self::ScaleOverflow { .. } => "leave --for out: scales then keep their type".into(),
             Self::ScaleRounded { .. } => "--allow-rounding rounds and reports them; without --for they keep their type".into(),
             Self::ReaderRefuses { objection, .. } => objection.hint().into(),
+            Self::Simd(error) => return error.hint(),
             Self::TransposedDense { .. } => "a source whose decoder is all GPTQ can become EXL2 or GPTQ".into(),
             Self::HeadBias | Self::Pattern { .. } | Self::RulesDisagree { .. } => return None,
         })

@@ -30,7 +30,7 @@ pub use totals::{Objective, Totals};
 use crate::arch::{Columns, Dims};
 use crate::checkpoint::Checkpoint;
 use crate::progress::Observer;
-use crate::quantize::RowOrder;
+use crate::quantize::{RowOrder, SimdPath};
 use crate::warning::{Warning, WarningCode};
 use choose::Measurements;
 use options::{Job, Outcome};
@@ -277,6 +277,7 @@ impl Plan {
         measurements: &mut Measurements,
         observer: &dyn Observer,
     ) -> Result<Self, crate::Error> {
+        SimdPath::chosen().map_err(Error::from)?;
         let (Some(arch), Some(dims)) = (checkpoint.architecture(), checkpoint.dims()) else {
             let found = checkpoint.config().get("architectures").map(ToString::to_string);
             return Err(Error::Architecture { found }.into());
