@@ -234,6 +234,7 @@ fn completions_and_man_pages() {
     let pages = [
         "requant-completions.1",
         "requant-convert.1",
+        "requant-doctor.1",
         "requant-inspect.1",
         "requant-validate.1",
         "requant-verify.1",
