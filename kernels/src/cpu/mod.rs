@@ -274,7 +274,13 @@ impl Operations for Cpu {
     }
 
     fn first_non_finite(&self, x: &Tensor) -> Result<Option<usize>, Error> {
-        let bad = || x.values.par_iter().with_min_len(TASK).position_first(|value| !value.is_finite());
+        // A whole piece is looked at without a branch, which is many times faster.
+        let all_finite = |piece: &[f32]| piece.iter().fold(true, |all, value| all & value.is_finite());
+        let in_piece = |(i, piece): (usize, &[f32])| {
+            let at = || piece.iter().position(|value| !value.is_finite());
+            (!all_finite(piece)).then(at).flatten().map(|at| i * TASK + at)
+        };
+        let bad = || x.values.par_chunks(TASK).enumerate().find_map_first(in_piece);
         Ok(self.run(bad).map(|at| at / x.columns))
     }
 
