@@ -271,7 +271,7 @@ fn limits_decide_the_exit_code() {
     assert_eq!(code(&["--max-kl", "0"]), 1);
     assert_eq!(code(&["--min-top1", "1"]), 1);
     assert_eq!(code(&["--max-ppl-increase", "-1"]), 2);
-    assert_eq!(code(&["--layers", "q_proj"]), 2);
+    assert_eq!(code(&["--layers", "q_proj", "--swap-in", "off"]), 2);
     assert_eq!(code(&["--text", "/nowhere.txt"]), 4);
     assert_eq!(code(&["--window", "4096"]), 2);
     let report = converted.out.parent().unwrap().join("v.json");
