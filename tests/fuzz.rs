@@ -126,10 +126,18 @@ fn odd_values() -> Vec<Value> {
 fn models() -> &'static [Model] {
     static MODELS: OnceLock<Vec<Model>> = OnceLock::new();
     MODELS.get_or_init(|| {
-        let of = |bits, convention| Model::new(&Quantized { bits, convention, ..Quantized::default() });
+        let of = |bits, convention| {
+            let zero = match bits {
+                2 => |_, _| 2,
+                3 => |_, _| 4,
+                4 => |_, _| 8,
+                _ => |_, _| 128,
+            };
+            Model::new(&Quantized { bits, convention, zero, ..Quantized::default() })
+        };
         let mut models: Vec<Model> = [2, 3, 4, 8].map(|bits| of(bits, ZeroConvention::V1)).to_vec();
         let mut asymmetric = Model::new(&Quantized {
-            zero: |group, column| ((group + column) % 17) as u16,
+            zero: |group, column| 1 + ((group + column) % 16) as u16,
             ..Quantized::default()
         });
         asymmetric.set("sym", json!(false));
@@ -217,7 +225,11 @@ fn write(model: &Model, sharded: bool, damage: &[Damage], dir: &Path) {
             _ => {}
         }
     }
-    model.write_config(dir);
+    let _ = std::fs::remove_file(dir.join("quantize_config.json"));
+    match model.config.is_object() {
+        true => model.write_config(dir),
+        false => std::fs::write(dir.join("config.json"), model.config.to_string()).unwrap(),
+    }
     let mut shards: [Tensors; 2] = Default::default();
     for (i, (name, tensor)) in model.tensors.iter().enumerate() {
         shards[usize::from(sharded && i % 2 == 1)].insert(name.clone(), tensor.clone());
