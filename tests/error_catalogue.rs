@@ -16,7 +16,7 @@ use std::sync::OnceLock;
 use support::binary::FIXTURE;
 use support::writer::{
     DOWN, HIDDEN, INTERMEDIATE, LINEARS, Model, Q, Quantized, Sizes, Tensor, Tensors, VOCAB, gptq_module,
-    safetensors, write_index, write_json,
+    safetensors, write_json,
 };
 use tempfile::TempDir;
 
@@ -380,10 +380,25 @@ fn reading() -> Vec<(&'static str, Case)> {
             fs::write(dir.path().join("config.json"), "[]").unwrap();
             inspect(dir)
         }),
-        ("checkpoint.config_value", inspect_model(|m| drop(m.set("bits", json!(5))))),
-        ("checkpoint.foreign_layout", inspect_model(|m| drop(m.set("quant_method", json!("awq"))))),
+        (
+            "checkpoint.config_value",
+            inspect_model(|m| {
+                m.set("bits", json!(5));
+            }),
+        ),
+        (
+            "checkpoint.foreign_layout",
+            inspect_model(|m| {
+                m.set("quant_method", json!("awq"));
+            }),
+        ),
         ("checkpoint.sizes", inspect_model(|m| m.config["hidden_size"] = json!(null))),
-        ("checkpoint.dynamic_rule", inspect_model(|m| drop(m.set("dynamic", json!({"+:(": {"bits": 4}}))))),
+        (
+            "checkpoint.dynamic_rule",
+            inspect_model(|m| {
+                m.set("dynamic", json!({"+:(": {"bits": 4}}));
+            }),
+        ),
         ("checkpoint.module_missing", inspect_model(|m| m.tensors.retain(|name, _| !name.starts_with(Q)))),
         ("checkpoint.dense_missing", inspect_model(|m| drop(m.tensors.remove("model.norm.weight")))),
         ("checkpoint.head_missing", inspect_model(|m| drop(m.tensors.remove("lm_head.weight")))),
@@ -414,7 +429,12 @@ fn reading() -> Vec<(&'static str, Case)> {
                 m.tensors.insert("model.norm.weight".into(), Tensor::f16s(&[1], &[1.0]));
             }),
         ),
-        ("checkpoint.scale", inspect_model(|m| drop(m.put(Q, "scales", scales(f32::INFINITY))))),
+        (
+            "checkpoint.scale",
+            inspect_model(|m| {
+                m.put(Q, "scales", scales(f32::INFINITY));
+            }),
+        ),
         (
             "checkpoint.group_index",
             inspect_model(|m| {
@@ -455,10 +475,14 @@ fn all_ones(word: u32) -> Model {
 fn planning() -> Vec<(&'static str, Case)> {
     let narrow = Sizes { hidden: 72, intermediate: 104, head_dim: 40, ..Sizes::default() };
     let bias = |module: &str, n: usize, value: f32| {
-        changed(|m| drop(m.put(module, "bias", Tensor::f16s(&[n], &vec![value; n]))))
+        changed(|m| {
+            m.put(module, "bias", Tensor::f16s(&[n], &vec![value; n]));
+        })
     };
     let architecture = |name: &str| changed(|m| m.config["architectures"] = json!([name]));
-    let one_dense = changed(|m| drop(m.make_dense(LINEARS[1].0, HIDDEN, HIDDEN)));
+    let one_dense = changed(|m| {
+        m.make_dense(LINEARS[1].0, HIDDEN, HIDDEN);
+    });
     let infinite = changed(|m| {
         for (name, k, n) in LINEARS {
             m.make_dense(name, k, n);
@@ -487,7 +511,9 @@ fn planning() -> Vec<(&'static str, Case)> {
         (
             "plan.not_finite",
             convert(
-                &changed(|m| drop(m.put(Q, "scales", scales(60_000.0)))),
+                &changed(|m| {
+                    m.put(Q, "scales", scales(60_000.0));
+                }),
                 &["--to", "exl2", "--bpw", "4"],
             ),
         ),
@@ -511,21 +537,41 @@ fn planning() -> Vec<(&'static str, Case)> {
         ),
         (
             "plan.scale_overflow",
-            to_gptq(&changed(|m| drop(m.put(Q, "scales", scales(1e6)))), &["--for", "gptqmodel"]),
+            to_gptq(
+                &changed(|m| {
+                    m.put(Q, "scales", scales(1e6));
+                }),
+                &["--for", "gptqmodel"],
+            ),
         ),
         (
             "plan.scale_rounded",
-            to_gptq(&changed(|m| drop(m.put(Q, "scales", scales(0.1)))), &["--for", "gptqmodel"]),
+            to_gptq(
+                &changed(|m| {
+                    m.put(Q, "scales", scales(0.1));
+                }),
+                &["--for", "gptqmodel"],
+            ),
         ),
         ("plan.reader_refuses", {
             let order: Vec<i32> = (0..HIDDEN as i32).map(|row| row % 2).collect();
             to_gptq(
-                &changed(|m| drop(m.put(Q, "g_idx", Tensor::i32s(&[HIDDEN], &order)))),
+                &changed(|m| {
+                    m.put(Q, "g_idx", Tensor::i32s(&[HIDDEN], &order));
+                }),
                 &["--for", "vllm"],
             )
         }),
         ("simd.unknown", to_exl2(&model(), &[]).env("REQUANT_SIMD", "mmx")),
-        ("convert.weight_overflow", to_exl2(&changed(|m| drop(m.put(Q, "scales", scales(60_000.0)))), &[])),
+        (
+            "convert.weight_overflow",
+            to_exl2(
+                &changed(|m| {
+                    m.put(Q, "scales", scales(60_000.0));
+                }),
+                &[],
+            ),
+        ),
         (
             "convert.not_a_float",
             to_exl2(
