@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use support::binary::{FIXTURE, requant};
 use support::folder;
-use support::writer::{DOWN, Model, Q, Quantized, Sizes, Tensor};
+use support::writer::{DOWN, Model, Q, Quantized, Sizes, Tensor, gptq_module};
 
 const EXL2: &str = "fixtures/tiny-llama-exl2-4.0bpw";
 
@@ -148,6 +148,30 @@ fn zero_points_that_the_label_lies_about() {
         text.contains("and 6 more: its zero points are v2, and it reads v1: every weight is a step off"),
         "{text}"
     );
+}
+
+#[test]
+fn parts_that_a_server_joins_and_rules_that_it_does_not_read() {
+    let mut model = plain();
+    let small = Quantized { group_size: 32, ..Quantized::default() };
+    gptq_module(&mut model.tensors, Q, 128, 128, &small);
+    model.set("dynamic", json!({"+:.*q_proj$": {"group_size": 32}}));
+    const K: &str = "model.layers.0.self_attn.k_proj";
+    for (reader, subject, said) in [
+        ("vllm", K, "joins the module with its siblings"),
+        ("sglang", K, "joins the module with its siblings"),
+        // Without `dynamic`: the module isn't as the one configuration says.
+        ("tgi", Q, "which gives other bits or groups than the tensors"),
+    ] {
+        let reasons = reasons(&model, reader);
+        let found = reasons
+            .iter()
+            .any(|(subjects, message)| subjects.contains(&subject.into()) && message.contains(said));
+        assert!(found, "{reader}: {reasons:?}");
+    }
+    for reader in ["gptqmodel", "transformers", "exllamav2"] {
+        assert_eq!(reasons(&model, reader), [], "{reader}");
+    }
 }
 
 #[test]
