@@ -2,10 +2,7 @@
 
 use super::EXL2;
 use super::case::*;
-use super::support::writer::{
-    HIDDEN, LINEARS, Model, Q, Quantized, Sizes, Tensor, Tensors, VOCAB, gptq_module,
-};
-use requant::arch::{self, Dims};
+use super::support::writer::{HIDDEN, LINEARS, Model, Q, Quantized, Sizes, Tensor, VOCAB};
 use requant::formats::gptq::ZeroConvention;
 use serde_json::json;
 
@@ -127,18 +124,5 @@ fn gpt2() -> Model {
         "architectures": ["GPT2LMHeadModel"], "n_embd": HIDDEN, "n_head": 2, "n_layer": 1, "n_positions": 32,
         "vocab_size": VOCAB
     });
-    let arch = arch::find(config.as_object().unwrap()).unwrap();
-    let dims = Dims::read(arch, config.as_object().unwrap()).unwrap();
-    let mut tensors = Tensors::new();
-    for linears in arch.linears(&dims, arch.exl2_names()).chunk_by(|a, b| a.name == b.name) {
-        let columns = linears.iter().map(|linear| linear.out_features).sum();
-        let name = &linears[0].name;
-        gptq_module(&mut tensors, name, linears[0].in_features, columns, &Quantized::default());
-        tensors.insert(format!("{name}.bias"), Tensor::f16s(&[columns], &vec![0.1; columns]));
-    }
-    for tensor in arch.dense_tensors(&dims, arch.exl2_names()) {
-        let size = tensor.shape.iter().product();
-        tensors.insert(tensor.name, Tensor::f16s(&tensor.shape, &vec![0.5; size]));
-    }
-    Model { config, quant: model().quant, tensors }
+    Model::of(config, &Quantized::default())
 }
