@@ -43,7 +43,7 @@ for page in sorted(pages.glob("*.html")):
         found = re.search(r'data-faults="([^"]*)"', ran.stdout)
         faults = json.loads(html.unescape(found[1])) if found else ["the check did not run"]
         faults += [f"console: {line}" for line in re.findall(r":CONSOLE[:(].*", ran.stderr)]
-        for fault in faults[:5]:
+        for fault in faults[:20]:
             print(f"{page.stem} at {width} px: {fault}", file=sys.stderr)
         bad += len(faults)
         browse(size, f"--screenshot={out / (page.stem + f'-{width}.png')}", frame.resolve().as_uri())

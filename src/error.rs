@@ -3,7 +3,8 @@
 //! Each layer has its own error type; [`Error`] joins them. The command line alone turns them into text,
 //! JSON and exit codes, through [`Diagnose`].
 
-use std::path::Path;
+use crate::checkpoint::{CONFIG, Checkpoint};
+use std::path::{Path, PathBuf};
 
 /// Who has to act, which is also what decides the exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -75,6 +76,17 @@ impl From<requant_kernels::Error> for Error {
 }
 
 impl Error {
+    /// The file at fault, that of the module or tensor in `checkpoint` where the error itself names none.
+    pub fn file_in(&self, checkpoint: &Checkpoint) -> Option<PathBuf> {
+        if let Some(file) = self.file() {
+            return Some(file.to_owned());
+        }
+        match self {
+            Error::Plan(error) if error.is_of_config() => Some(checkpoint.dir().join(CONFIG)),
+            _ => checkpoint.file_of(self.tensor()?).map(Path::to_owned),
+        }
+    }
+
     fn inner(&self) -> Option<&dyn Diagnose> {
         match self {
             Error::Checkpoint(e) => Some(e),

@@ -218,11 +218,31 @@ fn an_unwritable_stdout_is_an_error() {
     assert!(text(ran.stderr).starts_with("error: stdout: "));
 }
 
+/// Commands with flags of their own.
+const COMMANDS: [&str; 4] = ["inspect", "convert", "verify", "validate"];
+
+/// The long flags that the help of a command lists.
+fn flags_of(command: &str) -> Vec<String> {
+    let help = stdout(&[command, "--help"]);
+    let words =
+        help.lines().filter(|line| line.trim_start().starts_with('-')).flat_map(str::split_whitespace);
+    let flags =
+        words.filter(|word| word.starts_with("--")).map(|word| word.trim_end_matches([',', '.']).into());
+    flags.collect()
+}
+
+fn every_flag() -> Vec<String> {
+    COMMANDS.iter().flat_map(|command| flags_of(command)).collect()
+}
+
 #[test]
 fn completions_and_man_pages() {
     for shell in ["bash", "zsh", "fish", "powershell", "elvish"] {
         let script = stdout(&["completions", shell]);
         assert!(script.contains("requant") && script.contains("dense-members"), "{shell}");
+        for flag in every_flag() {
+            assert!(script.contains(flag.trim_start_matches('-')), "{shell} lacks {flag}");
+        }
     }
     // The shell accepts its own.
     let mut bash = Command::new("bash");
@@ -231,15 +251,26 @@ fn completions_and_man_pages() {
 
     let dir = tempfile::tempdir().unwrap();
     assert_eq!(stdout(&["man", dir.path().to_str().unwrap()]), "");
-    let pages = [
+    let mut pages = vec![
         "requant-completions.1",
         "requant-convert.1",
+        "requant-doctor.1",
         "requant-inspect.1",
         "requant-validate.1",
         "requant-verify.1",
         "requant.1",
     ];
+    if !cfg!(feature = "cuda") {
+        pages.retain(|page| *page != "requant-doctor.1");
+    }
     assert_eq!(names_in(dir.path()), pages);
+    for command in COMMANDS {
+        let page = std::fs::read_to_string(dir.path().join(format!("requant-{command}.1"))).unwrap();
+        let plain = page.replace("\\-", "-");
+        for flag in flags_of(command) {
+            assert!(plain.contains(&flag), "the page of {command} lacks {flag}");
+        }
+    }
     let page = std::fs::read_to_string(dir.path().join("requant-convert.1")).unwrap();
     assert!(page.contains(".TH requant-convert 1") && page.contains("bits a weight"), "{page}");
     assert_eq!(run(&["man", "/dev/null/no"]).status.code(), Some(4));

@@ -311,7 +311,7 @@ fn values_that_fp16_cannot_hold_are_refused_with_their_place() {
             let refused = refuse_model(&model, &["--bits", "4"]);
             assert_eq!(
                 (refused.exit, refused.text("code"), refused.text("tensor")),
-                (3, "convert.not_finite", name)
+                (3, "plan.overflow", name)
             );
             assert!(refused.text("message").contains(position), "{}", refused.error);
             assert!(refused.text("file").ends_with("model.safetensors"), "{}", refused.error);

@@ -108,7 +108,7 @@ fn sources_that_are_no_directory() {
     let absent = refuse(&dir.path().join("absent"), &["--bits", "4"]);
     assert_eq!((absent.exit, absent.text("code")), (4, "checkpoint.io"));
     let file = refuse(Path::new("Cargo.toml"), &["--bits", "4"]);
-    assert_eq!((file.exit, file.text("message")), (4, "can't be read: not a directory"));
+    assert_eq!((file.exit, file.text("message")), (2, "is a file, not a folder"));
     let empty = refuse(dir.path(), &["--bits", "4"]);
     assert_eq!((empty.exit, empty.text("code")), (3, "checkpoint.missing"));
 }

@@ -266,7 +266,31 @@ fn siblings_that_a_reader_joins() {
 }
 
 #[test]
+fn readers_with_one_width_for_all() {
+    const O: &str = "model.layers.0.self_attn.o_proj";
+    let mut model = Model::new(&Quantized::default());
+    let wide = Quantized { bits: 8, zero: |_, _| 128, ..Quantized::default() };
+    gptq_module(&mut model.tensors, O, HIDDEN, HIDDEN, &wide);
+    let dir = model.set("dynamic", json!({"+:.*o_proj$": {"bits": 8}})).write();
+    let from = source(dir.path());
+    for name in ["tgi", "aphrodite"] {
+        assert_eq!(refused(&from, name), (O.into(), Objection::Mixed));
+        accepted(&from, &GptqOptions { bits: Some(8.try_into().unwrap()), ..reader(name) });
+    }
+    accepted(&from, &reader("vllm-0.10"));
+    // TGI has no kernel for 3 bits.
+    let dir = Model::new(&Quantized { bits: 3, zero: |_, _| 4, ..Quantized::default() }).write();
+    for (name, bits) in [("tgi", 4), ("aphrodite", 3)] {
+        let out = accepted(&source(dir.path()), &reader(name));
+        assert!(layouts(&source(&out.dir)).iter().all(|(_, gptq)| gptq.shape.bits.get() == bits), "{name}");
+    }
+}
+
+#[test]
 fn every_reader_has_a_test() {
     let names: Vec<&str> = READERS.iter().map(|reader| reader.name).collect();
-    assert_eq!(names, ["vllm", "vllm-0.10", "sglang", "exllamav2", "gptqmodel", "transformers"]);
+    assert_eq!(
+        names,
+        ["vllm", "vllm-0.10", "sglang", "exllamav2", "gptqmodel", "transformers", "tgi", "aphrodite"]
+    );
 }

@@ -252,7 +252,9 @@ fn directories_that_are_none() {
     let absent = try_open(&dir.path().join("absent")).unwrap_err();
     assert_eq!((absent.kind(), absent.code()), (Kind::Environment, "checkpoint.io"));
     std::fs::write(dir.path().join("file"), b"").unwrap();
-    assert_eq!(try_open(&dir.path().join("file")).unwrap_err().kind(), Kind::Environment);
+    let file = try_open(&dir.path().join("file")).unwrap_err();
+    assert_eq!((file.kind(), file.code()), (Kind::Usage, "checkpoint.not_a_folder"));
+    assert!(file.hint().unwrap().contains("the folder that it is in"), "{file}");
     Model::new(&Quantized::default()).write_config(dir.path());
     assert!(matches!(refused(dir.path()).2, Fault::NoWeights));
 }

@@ -491,7 +491,7 @@ fn side_files_follow_and_what_the_conversion_replaces_does_not() {
         }
     }
 
-    let files = copy_side_files(&source, &out).unwrap();
+    let files = copy_side_files(&source, &out, &Silent).unwrap();
     assert_eq!(files.copied, kept.map(|(name, _)| name));
     let skipped: Vec<(&str, SkipReason)> = files.skipped.iter().map(|s| (&s.name[..], s.reason)).collect();
     assert_eq!(skipped, dropped);
@@ -500,8 +500,8 @@ fn side_files_follow_and_what_the_conversion_replaces_does_not() {
     let copied = fs::symlink_metadata(out.join("tokenizer.json")).unwrap();
     assert!(copied.is_file() && copied.permissions().mode() & 0o200 != 0);
 
-    let error = copy_side_files(&source, &out).unwrap_err();
+    let error = copy_side_files(&source, &out, &Silent).unwrap_err();
     assert_eq!((error.kind(), error.file()), (Kind::Environment, Some(&*out.join(".gitattributes"))));
-    let error = copy_side_files(&dir.path().join("nowhere"), &out).unwrap_err();
+    let error = copy_side_files(&dir.path().join("nowhere"), &out, &Silent).unwrap_err();
     assert_eq!(error.file(), Some(&*dir.path().join("nowhere")));
 }

@@ -128,6 +128,20 @@ fn rows_and_columns_in_another_order_are_exact_and_each_layer_alone_is_0() {
 }
 
 #[test]
+fn a_head_that_was_tied_and_is_quantized_is_compared_with_the_embedding() {
+    let tied = Path::new("fixtures/models/gemma");
+    let converted = convert(tied, &["--bits", "4", "--group-size", "32", "--head-bits", "6"]);
+    let ids = converted.out.parent().unwrap().join("ids.json");
+    std::fs::write(&ids, json!((0..128).map(|i| i % 60).collect::<Vec<u32>>()).to_string()).unwrap();
+    let options = Options { text: Text::TokenIds(ids), window: Some(64), ..options() };
+    let validation = validate(&open(tied), &open(&converted.out), &options, &Cpu::new(2), &Silent).unwrap();
+    let head = validation.layers.iter().find(|layer| layer.converted == "lm_head").unwrap();
+    assert_eq!(head.source, "model.embed_tokens");
+    assert!((1e-3..0.1).contains(&head.weight_error), "{}", head.weight_error);
+    assert!(head.swap_in.as_ref().unwrap().kl > 0.0);
+}
+
+#[test]
 fn any_budget_of_memory_gives_the_same_figures() {
     let converted = convert(FIXTURE.as_ref(), &["--bits", "3"]);
     let figures = |memory| {
@@ -272,7 +286,7 @@ fn limits_decide_the_exit_code() {
     assert_eq!(code(&["--max-kl", "0"]), 1);
     assert_eq!(code(&["--min-top1", "1"]), 1);
     assert_eq!(code(&["--max-ppl-increase", "-1"]), 2);
-    assert_eq!(code(&["--layers", "q_proj"]), 2);
+    assert_eq!(code(&["--layers", "q_proj", "--swap-in", "off"]), 2);
     assert_eq!(code(&["--text", "/nowhere.txt"]), 4);
     assert_eq!(code(&["--window", "4096"]), 2);
     let report = converted.out.parent().unwrap().join("v.json");

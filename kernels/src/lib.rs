@@ -30,7 +30,7 @@ mod operations;
 mod tests;
 mod weight;
 
-pub use cpu::{Cpu, Tensor};
+pub use cpu::{Cpu, Loaded, Tensor};
 pub use error::Error;
 pub use operations::{Activation, Attention, Difference, Operations, Rope, TokenScore};
 pub use weight::{Dense, DenseType, Weight};

@@ -128,7 +128,11 @@ impl Dims {
                 (None, Some(depth)) => depth / (layers as f64).sqrt(),
                 (None, None) => 1.0,
             },
-            tied: keys.flag("tie_word_embeddings")? || arch.tied_head,
+            // A head that was quantized on its own is untied in words, also where the architecture ties it.
+            tied: match keys.get("tie_word_embeddings") {
+                None | Some(Value::Null) => arch.tied_head,
+                Some(_) => keys.flag("tie_word_embeddings")?,
+            },
         })
     }
 

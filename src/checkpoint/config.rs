@@ -2,8 +2,9 @@
 //! contradiction is a warning.
 
 use super::dynamic::{Overrides, Rules};
-use super::error::{Error, Fault};
-use super::json;
+use super::error::Error;
+use super::fault::Fault;
+use super::{json, rope};
 use crate::warning::{Warning, WarningCode};
 use requant_formats::gptq::{Bits, ZeroConvention};
 use serde_json::{Map, Value};
@@ -140,6 +141,7 @@ pub(super) struct Config {
 pub(super) fn read(dir: &Path) -> Result<Config, Error> {
     let path = dir.join(CONFIG);
     let Some(model) = read_object(&path)? else { return Err(Error::new(path, Fault::Missing)) };
+    rope::check(&model).map_err(|fault| Error::new(&path, fault))?;
     let mut sources = Vec::new();
     match model.get("quantization_config") {
         Some(Value::Object(quant)) => sources.push(Source { file: CONFIG, keys: quant.clone() }),

@@ -5,7 +5,7 @@
 //! rules come first, as GPTQModel sorts them; then the first match wins, and rules aren't merged.
 
 use super::config::GroupSize;
-use super::error::Fault;
+use super::fault::Fault;
 use requant_formats::gptq::Bits;
 use serde_json::{Map, Value};
 

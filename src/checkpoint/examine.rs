@@ -2,7 +2,8 @@
 
 use super::config::{GroupSize, QuantConfig};
 use super::dynamic::Verdict;
-use super::error::{Error, Fault};
+use super::error::Error;
+use super::fault::Fault;
 use super::module::Bias;
 use super::shards::Shards;
 use super::tensor::{TensorView, first_columns};

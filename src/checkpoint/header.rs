@@ -7,7 +7,7 @@
 //! Own parsing instead of `safetensors::SafeTensors`: that names the tensor in two of its errors only, and
 //! tells a file that is a byte short as "not fully covered".
 
-use super::error::Fault;
+use super::fault::Fault;
 use super::json::Entries;
 use safetensors::Dtype;
 use serde::de::{DeserializeSeed, Deserializer, Error as _, MapAccess, Visitor};

@@ -25,6 +25,7 @@ mod config;
 mod dynamic;
 mod error;
 mod examine;
+mod fault;
 mod header;
 mod json;
 mod mapped;
@@ -32,13 +33,15 @@ mod module;
 mod open;
 mod read;
 mod report;
+mod rope;
 mod shards;
 mod tensor;
 mod zeros;
 
 pub use config::{CONFIG, GroupSize, Producer, QuantConfig};
 pub use dynamic::{Overrides, Resolved, Rules, Verdict};
-pub use error::{Error, Fault, MixedZeros};
+pub use error::Error;
+pub use fault::{Fault, MixedZeros};
 pub use module::{Bias, Exl2, Gptq, Layout, Module};
 pub(crate) use read::transpose;
 pub use shards::{MappedTensor, Shard};
@@ -152,6 +155,14 @@ impl Checkpoint {
     /// A tensor by name.
     pub fn tensor(&self, name: &str) -> Option<TensorView<'_>> {
         self.shards.tensor(name)
+    }
+
+    /// The file of a tensor, or of a module: that of its first tensor, also where `name` is a tensor that the
+    /// module lacks.
+    pub fn file_of(&self, name: &str) -> Option<&Path> {
+        let of_module = |name: &str| self.module(name)?.tensor_names().find_map(|name| self.tensor(&name));
+        let tensor = self.tensor(name).or_else(|| of_module(name));
+        Some(tensor.or_else(|| of_module(name.rsplit_once('.')?.0))?.file())
     }
 
     /// A tensor that must be there.

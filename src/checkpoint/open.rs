@@ -1,8 +1,9 @@
 //! Opening: from files to modules. Everything is checked here, so that later code need not.
 
 use super::config::{self, CONFIG, QuantConfig};
-use super::error::{Error, Fault};
+use super::error::Error;
 use super::examine::{Found, LAYOUTS, Stated, Stored, StoredGptq, Wanted, examine};
+use super::fault::Fault;
 use super::module::{Bias, Exl2, Gptq, Layout, Module};
 use super::report;
 use super::shards::Shards;
@@ -19,7 +20,7 @@ use std::path::Path;
 pub(super) fn open(dir: &Path, options: &OpenOptions) -> Result<Checkpoint, Error> {
     let metadata = std::fs::metadata(dir).map_err(|e| Error::new(dir, e))?;
     if !metadata.is_dir() {
-        return Err(Error::new(dir, std::io::Error::from(std::io::ErrorKind::NotADirectory)));
+        return Err(Error::new(dir, Fault::NotAFolder));
     }
     let config::Config { model, mut quant, mut warnings } = config::read(dir)?;
     let shards = Shards::open(dir)?;

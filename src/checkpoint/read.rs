@@ -1,8 +1,9 @@
 //! Reading a module's weight: unpacked, or decoded to numbers.
 
 use super::Checkpoint;
-use super::error::{Error, Fault};
+use super::error::Error;
 use super::examine::tensor_of;
+use super::fault::Fault;
 use super::module::{Gptq, Layout, Module};
 use super::tensor::{TensorView, first_columns};
 use half::{f16, slice::HalfFloatSliceExt};

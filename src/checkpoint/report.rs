@@ -4,7 +4,7 @@ use super::config::{CONFIG, QuantConfig};
 use super::examine::{Found, Stored, Wanted};
 use super::zeros::some_of;
 use crate::warning::{Warning, WarningCode};
-use requant_formats::gptq::Bits;
+use requant_formats::gptq::{Bits, GIdx};
 use std::collections::BTreeSet;
 
 /// Compares what was found with what was stated.
@@ -81,7 +81,7 @@ pub(super) fn contradictions(
         let message = format!(
             "Group size {} by the configuration, {} by the tensors (.scales), which count.",
             other_size(first).map_or_else(String::new, |size| size.to_string()),
-            gptq[first].1.g_idx.group_size()
+            groups_in_words(&gptq[first].1.g_idx, gptq[first].1.shape.groups)
         );
         push(WarningCode::ConfigTensorConflict, subject, &message, &more);
     }
@@ -116,6 +116,21 @@ pub(super) fn contradictions(
              here; vLLM and SGLang try them in the file's order and choose another.";
         push(WarningCode::DynamicOrder, subject, message, &more);
     }
+}
+
+/// The size of the groups, or where they have none in common how many there are, and how large.
+fn groups_in_words(g_idx: &GIdx, groups: usize) -> String {
+    if g_idx.equal_groups() {
+        return g_idx.group_size().to_string();
+    }
+    let mut rows = vec![0; groups];
+    g_idx.groups().iter().for_each(|&group| rows[group as usize] += 1);
+    let empty = match rows.iter().filter(|&&rows| rows == 0).count() {
+        0 => String::new(),
+        1 => ", one of them empty".into(),
+        empty => format!(", {empty} of them empty"),
+    };
+    format!("{groups} groups of up to {} rows{empty}", g_idx.group_size())
 }
 
 fn list(numbers: impl IntoIterator<Item = usize>) -> String {

@@ -1,6 +1,7 @@
 //! Which files hold the weights, and which file each tensor is taken from.
 
-use super::error::{Error, Fault};
+use super::error::Error;
+use super::fault::Fault;
 use super::header::{Entry, Header, Lie};
 use super::json::{self, Entries};
 use super::mapped::Mapped;

@@ -6,7 +6,7 @@
 //! rule is applied to its files, and other files stay undecided until the user chooses.
 
 use super::config::Producer;
-use super::error::{Fault, MixedZeros};
+use super::fault::{Fault, MixedZeros};
 use crate::warning::{Warning, WarningCode};
 use requant_formats::gptq::{Bits, ZeroConvention, ZeroEncoding, ZeroSurvey};
 use serde::Serialize;

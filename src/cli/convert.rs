@@ -1,24 +1,17 @@
-//! `requant convert`.
+//! `requant convert`: its flags, and what they mean to the library.
 
 use super::errors::Failure;
-use super::print;
 use super::progress::{Progress, Style};
-use super::summary::{plan_table, success, totals_line};
-use super::validate::{self, Measure, PAGE_FILE, VALIDATION_FILE};
-use super::validate_summary;
+use super::validate::Measure;
 use clap::ValueEnum;
 use requant::checkpoint::{AllOnes, Checkpoint, OpenOptions};
-use requant::convert::{Begun, Check, ConvertOptions, Existing, Job, needed_bytes};
 use requant::formats::exl2::Bits;
 use requant::formats::gptq;
-use requant::output;
 use requant::plan::readers::{READERS, Reader};
-use requant::plan::{DenseMembers, DenseType, GptqOptions, Order, Plan, PlanOptions, Target, WidthRule};
-use requant::validate::Validation;
-use requant::validate::page::html;
+use requant::plan::{DenseMembers, GptqOptions, Order, PlanOptions, Target, WidthRule};
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Convert a checkpoint to another layout.
 #[derive(Debug, clap::Args, Serialize)]
@@ -26,15 +19,15 @@ use std::path::{Path, PathBuf};
 pub(super) struct Arguments {
     /// A directory with config.json and .safetensors files.
     #[serde(skip)]
-    source: PathBuf,
+    pub(super) source: PathBuf,
     /// The layout to convert to.
     #[arg(long, value_name = "LAYOUT")]
-    to: Layout,
+    pub(super) to: Layout,
     /// The directory to write, which must not exist yet. It is written as DIR.partial and gets its name when
     /// it is complete.
     #[arg(long, value_name = "DIR", required_unless_present = "dry_run")]
     #[serde(skip)]
-    out: Option<PathBuf>,
+    pub(super) out: Option<PathBuf>,
     /// Stored bits a weight of the decoder's linears, at most; widths are chosen by measured error. Several
     /// with commas are measured once and written to DIR/3.0bpw, DIR/4.0bpw and so on.
     #[arg(
@@ -45,7 +38,7 @@ pub(super) struct Arguments {
         allow_negative_numbers = true
     )]
     #[serde(skip)]
-    bpw: Vec<f64>,
+    pub(super) bpw: Vec<f64>,
     /// One width: for EXL2 that of all of the decoder's linears (2, 3, 4, 5, 6 or 8), for GPTQ the width to
     /// store codes in (exact, so never less than they need).
     #[arg(long, value_name = "N", conflicts_with = "bpw")]
@@ -96,29 +89,29 @@ pub(super) struct Arguments {
     allow_rounding: bool,
     /// Largest size of an output file: a number of bytes, or with kB, MB, GB, KiB, MiB, GiB.
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = super::size::parse)]
-    shard_size: u64,
+    pub(super) shard_size: u64,
     /// Go on with a conversion that was stopped, from the same source with the same flags; it ends in the same
     /// bytes. Begins where there is nothing to go on with, does nothing where it is complete.
     #[arg(long)]
     #[serde(skip)]
-    resume: bool,
+    pub(super) resume: bool,
     /// Replace an output of requant that exists, once the new one is complete, and throw an unfinished one
     /// away (with --resume: go on with it).
     #[arg(long)]
     #[serde(skip)]
-    force: bool,
+    pub(super) force: bool,
     /// Validate the output before it gets its name: every layer, perplexity and KL divergence, in
     /// validation.json and report.html beside it. What misses a limit or is broken is left as DIR.rejected.
     #[arg(help_heading = "Validation", long, conflicts_with = "dry_run")]
     #[serde(skip)]
-    validate: bool,
+    pub(super) validate: bool,
     #[command(flatten)]
     #[serde(skip)]
-    measure: Measure,
+    pub(super) measure: Measure,
     /// Print the plan and the size, and write nothing.
     #[arg(long)]
     #[serde(skip)]
-    dry_run: bool,
+    pub(super) dry_run: bool,
     /// How progress is shown.
     #[arg(long, value_name = "HOW", value_enum, default_value_t = Style::Auto)]
     #[serde(skip)]
@@ -127,7 +120,7 @@ pub(super) struct Arguments {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
-enum Layout {
+pub(super) enum Layout {
     /// Mixed-width layout of exllamav2.
     Exl2,
     /// GPTQ, with the same weights.
@@ -212,166 +205,8 @@ impl Arguments {
         }
     }
 
-    fn show_plans(&self, checkpoint: &Checkpoint, progress: &Progress, json: bool) -> Result<(), Failure> {
-        let plans = self.plans(checkpoint, &self.bpw, progress);
-        progress.finish();
-        let mut plans = plans?;
-        for plan in &mut plans {
-            plan.warnings.splice(..0, checkpoint.warnings().iter().cloned());
-        }
-        if json {
-            return print_json(&plans);
-        }
-        for plan in &plans {
-            let table = plan_table(plan) + "\n" + &totals_line(plan);
-            print::stdout(&(table + &print::warnings(&plan.warnings)))?;
-        }
-        Ok(())
-    }
-
-    fn convert(
-        &self,
-        checkpoint: &Checkpoint,
-        out: &Path,
-        progress: &Progress,
-        json: bool,
-    ) -> Result<(), Failure> {
-        if self.validate {
-            requant::validate::check_options(checkpoint, &self.measure.options(false))?;
-        }
-        let mut outputs = self.begin(checkpoint, out)?;
-        let planned = self.give_plans(checkpoint, &mut outputs, progress);
-        progress.finish();
-        planned?;
-        let options = ConvertOptions { shard_size: self.shard_size };
-        let mut summaries = Vec::new();
-        let mut rejected = Ok(());
-        let mut outputs = outputs.into_iter();
-        while let Some(Output { dir, job, .. }) = outputs.next() {
-            let Some(job) = job else {
-                summaries.push(serde_json::json!({ "out": dir, "already_complete": true }));
-                if !json {
-                    print::stdout(&format!("{}: complete already, nothing to do\n", dir.display()))?;
-                }
-                continue;
-            };
-            let mut validation = None;
-            let published = job.run_and_check(checkpoint, &options, progress, |complete| {
-                self.check(checkpoint, complete, &dir, &mut validation, progress)
-            });
-            progress.finish();
-            let published = published.map_err(|error| {
-                let failure = Failure::from(error);
-                if !failure.may_go_on() {
-                    outputs.by_ref().filter_map(|output| output.job).for_each(Job::discard);
-                }
-                match output::is_resumable(&dir) {
-                    true => failure.with_hint("what is done is kept: the same command with --resume goes on"),
-                    false => failure,
-                }
-            })?;
-            let (report, path) = (published.report, published.path);
-            for line in print::warnings(&report.warnings).lines() {
-                print::stderr(line);
-            }
-            summaries.push(serde_json::json!({
-                "out": path, "totals": report.totals, "objective": report.objective,
-                "mean_relative_error": report.mean_relative_error, "shards": report.shards,
-                "warnings": report.warnings, "validation": report.validation,
-            }));
-            if !json {
-                print::stdout(&success(&path.display().to_string(), &report))?;
-            }
-            if let Some(validation) = &validation {
-                if !json {
-                    print::stdout(&validate_summary::text(validation))?;
-                }
-                // The first failure decides the exit code; the other outputs are made all the same.
-                rejected = rejected.and(validate::outcome(&path, validation));
-            }
-        }
-        if json {
-            print_json(&summaries)?;
-        }
-        rejected
-    }
-
-    /// Validates a complete output that doesn't have its name yet.
-    fn check(
-        &self,
-        source: &Checkpoint,
-        complete: &Path,
-        out: &Path,
-        validation: &mut Option<Validation>,
-        progress: &Progress,
-    ) -> Result<Check, requant::Error> {
-        if !self.validate {
-            return Ok(Check::default());
-        }
-        let converted = Checkpoint::open(complete, &OpenOptions::default())?;
-        let mut found = self.measure.validate(source, &converted, &self.measure.options(false), progress)?;
-        found.converted.name =
-            out.file_name().map_or(String::new(), |name| name.to_string_lossy().into_owned());
-        let check = Check {
-            rejected: !found.is_good(),
-            files: vec![
-                (VALIDATION_FILE.into(), validate::to_json(&found).into_bytes()),
-                (PAGE_FILE.into(), html(&found).into_bytes()),
-            ],
-            summary: serde_json::to_value(found.summary()).ok(),
-        };
-        *validation = Some(found);
-        Ok(check)
-    }
-
-    /// Locks every output, before anything long is done for one of them.
-    fn begin(&self, checkpoint: &Checkpoint, out: &Path) -> Result<Vec<Output>, Failure> {
-        let existing = Existing { resume: self.resume, force: self.force };
-        let begin = |dir: PathBuf, bpw: Option<f64>| -> Result<Output, Failure> {
-            let job = match Job::begin(checkpoint, self.flags(bpw), &dir, existing)? {
-                Begun::Complete => None,
-                Begun::Job(job) => Some(*job),
-            };
-            Ok(Output { dir, bpw, job })
-        };
-        match self.bpw[..] {
-            [] => Ok(vec![begin(out.into(), None)?]),
-            [bpw] => Ok(vec![begin(out.into(), Some(bpw))?]),
-            ref several => {
-                several.iter().map(|&bpw| begin(out.join(format!("{bpw:?}bpw")), Some(bpw))).collect()
-            }
-        }
-    }
-
-    /// Plans what has no plan yet, if its disk has room for all of that.
-    fn give_plans(
-        &self,
-        checkpoint: &Checkpoint,
-        outputs: &mut [Output],
-        progress: &Progress,
-    ) -> Result<(), Failure> {
-        let unplanned: Vec<(&mut Job, Option<f64>)> = (outputs.iter_mut())
-            .filter_map(|output| Some((output.job.as_mut()?, output.bpw)))
-            .filter(|(job, _)| job.plan().is_none())
-            .collect();
-        let Some((first, _)) = unplanned.first() else { return Ok(()) };
-        let budgets: Vec<f64> = unplanned.iter().filter_map(|(_, bpw)| *bpw).collect();
-        if !budgets.is_empty() {
-            let mut needed = 0u64;
-            for &bpw in &budgets {
-                needed = needed.saturating_add(needed_bytes(checkpoint, &self.exl2_options(Some(bpw))?)?);
-            }
-            first.check_space(needed)?;
-        }
-        let plans = self.plans(checkpoint, &budgets, progress)?;
-        for ((job, _), plan) in unplanned.into_iter().zip(plans) {
-            job.set_plan(checkpoint, plan)?;
-        }
-        Ok(())
-    }
-
     /// The flags that decide the bytes of one output: all but those that have no say in them.
-    fn flags(&self, bpw: Option<f64>) -> Map<String, Value> {
+    pub(super) fn flags(&self, bpw: Option<f64>) -> Map<String, Value> {
         let mut flags = match serde_json::to_value(self) {
             Ok(Value::Object(flags)) => flags,
             _ => Map::new(),
@@ -428,27 +263,7 @@ impl Arguments {
         }
     }
 
-    /// A plan for each budget, and one where there is none.
-    fn plans(
-        &self,
-        checkpoint: &Checkpoint,
-        budgets: &[f64],
-        progress: &Progress,
-    ) -> Result<Vec<Plan>, Failure> {
-        if self.to == Layout::Exl2 && !budgets.is_empty() {
-            let options = self.exl2_options(budgets.first().copied())?;
-            return Ok(Plan::for_budgets(checkpoint, &options, budgets, progress)?);
-        }
-        Ok(vec![match self.to {
-            Layout::Exl2 => Plan::new(checkpoint, &self.exl2_options(None)?, progress)?,
-            Layout::Gptq => Plan::to_gptq(checkpoint, &self.gptq_options()?)?,
-            Layout::Fp16 => Plan::to_dense(checkpoint, DenseType::Fp16)?,
-            Layout::Bf16 => Plan::to_dense(checkpoint, DenseType::Bf16)?,
-            Layout::Same => Plan::same(checkpoint),
-        }])
-    }
-
-    fn gptq_options(&self) -> Result<GptqOptions, Failure> {
+    pub(super) fn gptq_options(&self) -> Result<GptqOptions, Failure> {
         let bits = self.bits.map(|bits| {
             gptq::Bits::try_from(bits)
                 .map_err(|e| Failure::usage(e.to_string(), "GPTQ has 2, 3, 4 and 8 bits"))
@@ -471,7 +286,7 @@ impl Arguments {
         })
     }
 
-    fn exl2_options(&self, bpw: Option<f64>) -> Result<PlanOptions, Failure> {
+    pub(super) fn exl2_options(&self, bpw: Option<f64>) -> Result<PlanOptions, Failure> {
         let target = match (bpw, self.bits) {
             (Some(bpw), _) => Target::Bpw(bpw),
             (None, Some(bits)) => {
@@ -502,23 +317,6 @@ impl Arguments {
             keep_gptq: self.keep_gptq,
         })
     }
-}
-
-/// Where one bitrate goes.
-struct Output {
-    dir: PathBuf,
-    bpw: Option<f64>,
-    /// `None` where it is complete already.
-    job: Option<Job>,
-}
-
-/// Prints one result as itself, several as a list.
-fn print_json<T: Serialize>(results: &[T]) -> Result<(), Failure> {
-    let json = match results {
-        [one] => serde_json::to_string_pretty(one),
-        all => serde_json::to_string_pretty(all),
-    };
-    print::stdout(&(json.unwrap_or_default() + "\n"))
 }
 
 fn reader_name<S: Serializer>(reader: &Option<&'static Reader>, serializer: S) -> Result<S::Ok, S::Error> {

@@ -1,6 +1,7 @@
 //! Errors as text or JSON, and as exit codes.
 
 use super::print;
+use requant::checkpoint::Checkpoint;
 use requant::validate::report::Verdict;
 use requant::{Diagnose, Kind};
 use serde::Serialize;
@@ -31,6 +32,12 @@ impl<E: Diagnose> From<E> for Failure {
 }
 
 impl Failure {
+    /// An error of working on `checkpoint`, whose files tell where a module is.
+    pub(super) fn working_on(checkpoint: &Checkpoint, error: requant::Error) -> Self {
+        let file = error.file_in(checkpoint).map(|file| file.display().to_string());
+        Self { file, ..Self::from(error) }
+    }
+
     /// The environment failed outside the library.
     pub(super) fn environment(message: String) -> Self {
         let (code, kind) = ("cli.environment", Kind::Environment);

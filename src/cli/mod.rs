@@ -4,6 +4,7 @@
 //! logic that a library user would miss.
 
 mod convert;
+mod convert_run;
 mod device;
 #[cfg(feature = "cuda")]
 mod doctor;

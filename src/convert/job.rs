@@ -89,6 +89,7 @@ impl Job {
     ) -> Result<Begun, crate::Error> {
         let identity = Identity::new(checkpoint.fingerprint(), flags);
         output::check_apart(out, checkpoint.dir())?;
+        output::check_side_files(checkpoint.dir())?;
         if is_complete(out, &identity, existing)? {
             return Ok(Begun::Complete);
         }

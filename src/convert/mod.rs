@@ -21,7 +21,7 @@ pub use job::{Begun, Check, Existing, Job, Published, needed_bytes};
 pub use report::Report;
 
 use crate::checkpoint::Checkpoint;
-use crate::output::Staging;
+use crate::output::{self, Staging};
 use crate::plan::Plan;
 use crate::progress::Observer;
 use std::path::Path;
@@ -51,6 +51,7 @@ pub fn convert(
     options: &ConvertOptions,
     observer: &dyn Observer,
 ) -> Result<Report, crate::Error> {
+    output::check_side_files(checkpoint.dir())?;
     let staging = Staging::create(out)?;
     let report = run::run(checkpoint, plan, serde_json::Map::new(), &staging, false, options, observer)?;
     staging.commit()?;

@@ -41,7 +41,7 @@ pub(super) fn run(
     })?;
     let shards = writer.finish(observer)?;
     let notes = write_configs(checkpoint, plan, staging)?;
-    let side_files = output::copy_side_files(checkpoint.dir(), staging.path())?;
+    let side_files = output::copy_side_files(checkpoint.dir(), staging.path(), observer)?;
     let mut warnings: Vec<Warning> = checkpoint.warnings().to_vec();
     warnings.extend(plan.warnings.iter().cloned());
     warnings.extend(losses);

@@ -5,6 +5,7 @@ use super::block::{Block, Embedding, Head, Linear, Router};
 use super::spec::Spec;
 use crate::arch::QkNorm;
 use crate::checkpoint::{Checkpoint, Layout, Module, transpose};
+use rayon::prelude::*;
 use requant_kernels::{Dense, DenseType, Operations, Weight};
 use safetensors::Dtype;
 use std::collections::BTreeMap;
@@ -25,14 +26,15 @@ pub(super) fn block<O: Operations>(
     ops: &O,
     layer: usize,
 ) -> Result<Block<O>, crate::Error> {
-    let mut linears = BTreeMap::new();
-    for linear in spec.arch.block(&spec.dims, spec.names, layer) {
+    // Unpacking takes as long as a product with few rows: all linears at once.
+    let linears = (spec.arch.block(&spec.dims, spec.names, layer).into_par_iter())
         // Opening found a module for every linear.
-        if let Some(module) = checkpoint.of_linear(&linear) {
-            let id = LinearId { role: linear.role, expert: linear.expert };
-            linears.insert(id, Arc::new(self::linear(checkpoint, ops, module)?));
-        }
-    }
+        .filter_map(|linear| Some((checkpoint.of_linear(&linear)?, linear)))
+        .map(|(module, of)| {
+            let id = LinearId { role: of.role, expert: of.expert };
+            Ok((id, Arc::new(linear(checkpoint, ops, module)?)))
+        })
+        .collect::<Result<BTreeMap<_, _>, crate::Error>>()?;
     let in_block = |name: &str| format!("{}{layer}.{name}.weight", spec.names.blocks);
     let norm = |name: &str| norm(checkpoint, spec, ops, &in_block(name));
     let norms =

@@ -154,15 +154,16 @@ impl Spec {
 fn sliding(arch: &str, layers: usize, keys: Keys<'_>) -> Result<Vec<Option<usize>>, Unsupported> {
     let qwen = arch.starts_with("Qwen");
     let gemma2 = arch == "Gemma2ForCausalLM";
-    let window = match keys.size("sliding_window")? {
-        None if gemma2 => Some(4096),
-        window => window,
-    };
     let may_slide = match arch {
         "MistralForCausalLM" | "MixtralForCausalLM" | "Phi3ForCausalLM" => true,
         _ => gemma2 || (qwen && keys.flag("use_sliding_window")),
     };
-    let Some(window) = window.filter(|_| may_slide) else { return Ok(vec![None; layers]) };
+    // A model that doesn't slide may hold any value there: transformers writes 0 for Qwen2-MoE.
+    let window = match may_slide {
+        true => keys.size("sliding_window")?.or(gemma2.then_some(4096)),
+        false => None,
+    };
+    let Some(window) = window else { return Ok(vec![None; layers]) };
     if let Some(types) = keys.get("layer_types") {
         let kind = |value: &Value| match value.as_str() {
             Some("sliding_attention") => Ok(Some(window)),

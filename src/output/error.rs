@@ -233,11 +233,12 @@ impl Diagnose for Error {
             Error::HoldsSource { .. } => "output.holds_source",
             Error::NoSpace { .. } => "output.no_space",
             Error::InUse { .. } => "output.in_use",
-            Error::Io { source, .. } => match source.kind() {
+            Error::Io { action, source, .. } => match source.kind() {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "output.disk_full",
+                io::ErrorKind::NotADirectory => "output.not_a_directory",
+                _ if matches!(action, Action::Read | Action::List) => "output.unreadable",
                 io::ErrorKind::PermissionDenied => "output.permission",
                 io::ErrorKind::ReadOnlyFilesystem => "output.read_only",
-                io::ErrorKind::NotADirectory => "output.not_a_directory",
                 _ => "output.io",
             },
             Error::NotRenamed { .. } => "output.not_renamed",
@@ -337,6 +338,11 @@ impl Diagnose for Error {
             Error::HoldsSource { .. } => Some("write somewhere else".to_owned()),
             Error::NoSpace { .. } => Some("free some space, or write to another disk".to_owned()),
             Error::InUse { .. } => Some("wait for the other run, or choose another name".to_owned()),
+            Error::Io { action: Action::List, .. } => Some("make the directory readable".to_owned()),
+            Error::Io { action: Action::Read, .. } => Some(
+                "make it readable; a file of the source that the model doesn't need can be taken out of it"
+                    .to_owned(),
+            ),
             Error::Io { source, .. } => match source.kind() {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
                     Some("free some space, or write to another disk".to_owned())

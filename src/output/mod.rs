@@ -32,6 +32,6 @@ pub use identity::{Difference, Identity, REPORT_FILE, TOOL};
 pub use journal::Journal;
 pub use shard_plan::{PlannedShard, ShardPlan, TensorSpec};
 pub use shard_writer::{INDEX_FILE, ShardFile, ShardWriter};
-pub use side_files::{SideFiles, SkipReason, Skipped, copy_side_files, side_file_bytes};
+pub use side_files::{SideFiles, SkipReason, Skipped, check_side_files, copy_side_files, side_file_bytes};
 pub use space::check_space;
 pub use staging::{Leftover, Staging, check_apart, is_resumable, partial_of, rejected_of};

@@ -1,5 +1,6 @@
 //! The source's other files, byte for byte.
 
+use std::ffi::OsString;
 use std::fs::{self, File, FileType};
 use std::io::{self, Read, Write};
 use std::path::Path;
@@ -7,6 +8,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::{Action, Error};
+use crate::progress::Observer;
 
 /// What became of the entries at the top level of a source.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -53,27 +55,45 @@ pub enum SkipReason {
 /// that the conversion replaces, and reports of ours. Links are followed: in a hub's cache every file is one.
 ///
 /// # Errors
-/// [`Error::Io`] for a file that can't be read or written, or that exists in `out`.
-pub fn copy_side_files(source: &Path, out: &Path) -> Result<SideFiles, Error> {
-    let mut names = Vec::new();
-    for entry in fs::read_dir(source).map_err(Action::List.failed(source))? {
-        names.push(entry.map_err(Action::List.failed(source))?.file_name());
-    }
-    names.sort();
-
+/// [`Error::Io`] for a file that can't be read or written, or that exists in `out`; [`Error::Cancelled`].
+pub fn copy_side_files(source: &Path, out: &Path, observer: &dyn Observer) -> Result<SideFiles, Error> {
     let mut files = SideFiles::default();
-    for os_name in names {
+    for os_name in names_in(source)? {
         let name = os_name.to_string_lossy().into_owned();
         let from = source.join(&os_name);
         match skip_reason(&from, &name)? {
             Some(reason) => files.skipped.push(Skipped { name, reason }),
             None => {
-                copy(&from, &out.join(&os_name))?;
+                copy(&from, &out.join(&os_name), observer)?;
                 files.copied.push(name);
             }
         }
     }
     Ok(files)
+}
+
+/// Checks that every file that [`copy_side_files`] copies may be read: at the end of a long job would be late.
+///
+/// # Errors
+/// [`Error::Io`] for the first, by name, that can't be opened.
+pub fn check_side_files(source: &Path) -> Result<(), Error> {
+    for name in names_in(source)? {
+        let path = source.join(&name);
+        if skip_reason(&path, &name.to_string_lossy())?.is_none() {
+            File::open(&path).map_err(Action::Read.failed(&path))?;
+        }
+    }
+    Ok(())
+}
+
+/// Names in a directory, sorted.
+fn names_in(dir: &Path) -> Result<Vec<OsString>, Error> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(dir).map_err(Action::List.failed(dir))? {
+        names.push(entry.map_err(Action::List.failed(dir))?.file_name());
+    }
+    names.sort();
+    Ok(names)
 }
 
 /// Bytes of the files that [`copy_side_files`] copies; those that can't be looked at are left to it.
@@ -139,11 +159,14 @@ fn indexes_weights(name: &str) -> bool {
 }
 
 /// Copies bytes only: a hub's cache is read-only, and the output shouldn't be.
-fn copy(from: &Path, to: &Path) -> Result<(), Error> {
+fn copy(from: &Path, to: &Path, observer: &dyn Observer) -> Result<(), Error> {
     let mut source = File::open(from).map_err(Action::Read.failed(from))?;
     let mut out = File::create_new(to).map_err(Action::Create.failed(to))?;
     let mut chunk = vec![0; 1 << 16];
     loop {
+        if observer.cancelled() {
+            return Err(Error::Cancelled);
+        }
         match source.read(&mut chunk) {
             Ok(0) => return Ok(()),
             Ok(n) => out.write_all(&chunk[..n]).map_err(Action::Write.failed(to))?,

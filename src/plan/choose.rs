@@ -2,7 +2,7 @@
 
 use super::keep::solve_with_kept;
 use super::options::{Candidate, Job, Outcome};
-use super::solve::{Choice, Solution, solve};
+use super::solve::{Choice, Solution, solve_until};
 use super::{Error, Objective};
 use crate::checkpoint::Checkpoint;
 use crate::progress::{Event, Observer};
@@ -85,8 +85,8 @@ pub(super) fn by_error(
             .collect();
         let may_keep = |(c, open): (&Vec<Candidate>, &Vec<usize>)| open.iter().any(|&i| c[i].kept.is_some());
         let solution = match measured.iter().zip(&open).any(may_keep) {
-            true => solve_with_kept(jobs, measured, &open, budget),
-            false => solve(&classes, budget),
+            true => solve_with_kept(jobs, measured, &open, budget, &|| observer.cancelled()),
+            false => solve_until(&classes, budget, &|| observer.cancelled()),
         };
         Ok((solution.ok_or_else(|| infeasible(jobs, bpw, weights))?, open))
     };
@@ -97,6 +97,10 @@ pub(super) fn by_error(
     let mut others = vec![(one_width.clone(), one_width_open.clone())];
     if measured.iter().flatten().any(|candidate| candidate.kept.is_some()) {
         others.push(solved(&|candidate| candidate.kept.is_none())?);
+    }
+    // What a cancelled search gives is no plan.
+    if observer.cancelled() {
+        return Err(crate::Error::Cancelled);
     }
     for (other, other_open) in others {
         if other.error < best.error {
@@ -134,12 +138,18 @@ fn budget(jobs: &[&Job<'_>], bpw: f64, weights: u64) -> Result<u64, Error> {
 /// bpw of the cheapest and of the dearest options. Both are rounded up to the four digits that an error
 /// prints, so that what it prints is feasible.
 fn range(jobs: &[&Job<'_>], weights: u64) -> (f64, f64) {
-    let sum = |part: fn((u64, u64)) -> u64| jobs.iter().map(|job| part(job.range())).sum::<u64>();
+    bpw_range(jobs.iter().map(|job| job.range()), weights)
+}
+
+fn bpw_range(ranges: impl Iterator<Item = (u64, u64)>, weights: u64) -> (f64, f64) {
+    let (lowest, highest) = ranges.fold((0, 0), |sum, range| (sum.0 + range.0, sum.1 + range.1));
     let bpw = |bits: u64| (bits as f64 / weights as f64 * 1e4).ceil() / 1e4;
-    (bpw(sum(|range| range.0)), bpw(sum(|range| range.1)))
+    (bpw(lowest), bpw(highest))
 }
 
 fn infeasible(jobs: &[&Job<'_>], asked: f64, weights: u64) -> Error {
     let (lowest, highest) = range(jobs, weights);
-    Error::Infeasible { asked, lowest, highest }
+    let unruled = bpw_range(jobs.iter().map(|job| job.unruled_range()), weights);
+    let unruled = (unruled != (lowest, highest)).then_some(unruled);
+    Error::Infeasible { asked, lowest, highest, unruled }
 }

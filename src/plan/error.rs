@@ -28,6 +28,8 @@ pub enum Error {
         lowest: f64,
         /// bpw of the dearest options.
         highest: f64,
+        /// Both without the user's `set` and `min`, where these narrow it.
+        unruled: Option<(f64, f64)>,
     },
     /// A module is EXL2 already.
     #[error("the module is EXL2 already")]
@@ -69,7 +71,22 @@ pub enum Error {
     },
     /// A bias on the output head.
     #[error("the output head has a bias, which exllamav2 does not support")]
-    HeadBias,
+    HeadBias {
+        /// The bias.
+        tensor: String,
+    },
+    /// A value of a dense tensor that fp16 can't hold.
+    #[error("element {position:?} is {value}, which fp16 can't hold")]
+    Overflow {
+        /// File of the source.
+        file: PathBuf,
+        /// Tensor of the source.
+        tensor: String,
+        /// Index of the element along each axis.
+        position: Vec<usize>,
+        /// Its value.
+        value: f32,
+    },
     /// A weight that is not finite.
     #[error("the weight at row {row}, column {column} of [in_features, out_features] is {value} as fp16")]
     NotFinite {
@@ -110,6 +127,8 @@ pub enum Error {
     UnusedRule {
         /// The pattern.
         pattern: String,
+        /// Whether it matches the output head, which is outside such rules.
+        head: bool,
     },
     /// Nothing is quantized, so that there is nothing to lay out anew.
     #[error("no module is quantized")]
@@ -195,6 +214,13 @@ pub enum Error {
     },
 }
 
+impl Error {
+    /// Whether it is config.json that says what is wrong.
+    pub(crate) fn is_of_config(&self) -> bool {
+        matches!(self, Self::Architecture { .. } | Self::HeadSize { .. })
+    }
+}
+
 impl Diagnose for Error {
     fn code(&self) -> &'static str {
         match self {
@@ -207,7 +233,8 @@ impl Diagnose for Error {
             Self::MissingBias { .. } => "plan.missing_bias",
             Self::MissingModule { .. } => "plan.missing_module",
             Self::TransposedDense { .. } => "plan.transposed_dense",
-            Self::HeadBias => "plan.head_bias",
+            Self::HeadBias { .. } => "plan.head_bias",
+            Self::Overflow { .. } => "plan.overflow",
             Self::NotFinite { .. } => "plan.not_finite",
             Self::HeadSize { .. } => "plan.head_size",
             Self::GroupSize { .. } => "plan.group_size",
@@ -240,14 +267,16 @@ impl Diagnose for Error {
 
     fn file(&self) -> Option<&Path> {
         match self {
-            Self::NotFinite { file, .. } => Some(file),
+            Self::NotFinite { file, .. } | Self::Overflow { file, .. } => Some(file),
             _ => None,
         }
     }
 
     fn tensor(&self) -> Option<&str> {
         match self {
-            Self::NotFinite { tensor, .. } => Some(tensor),
+            Self::NotFinite { tensor, .. } | Self::Overflow { tensor, .. } | Self::HeadBias { tensor } => {
+                Some(tensor)
+            }
             Self::AlreadyExl2 { module }
             | Self::DenseMember { module }
             | Self::UnexpectedBias { tensor: module, .. }
@@ -279,7 +308,13 @@ impl Diagnose for Error {
             Self::NothingToQuantize => {
                 "the source has no quantized module of sizes that EXL2 can hold (multiples of 32)".into()
             }
-            Self::Infeasible { lowest, highest, .. } => format!("choose a --bpw from {lowest:.4} to {highest:.4}"),
+            Self::Infeasible { lowest, highest, unruled: None, .. } => {
+                format!("choose a --bpw from {lowest:.4} to {highest:.4}")
+            }
+            Self::Infeasible { lowest, highest, unruled: Some((low, high)), .. } => format!(
+                "--min and --set allow no less than {lowest:.4} and no more than {highest:.4}; without them it goes \
+                 from {low:.4} to {high:.4}"
+            ),
             Self::AlreadyExl2 { .. } => "convert from the GPTQ checkpoint that it was made of".into(),
             Self::DenseMember { .. } => {
                 "use --dense-members quantize (it gets the widest option) or dequantize-set (the set becomes fp16)"
@@ -292,11 +327,14 @@ impl Diagnose for Error {
                 "exllamav2 has no place for it; this model can't become EXL2 without changing it".into()
             }
             Self::MissingBias { .. } | Self::MissingModule { .. } => "the checkpoint is incomplete: download it again".into(),
-            Self::NotFinite { .. } => {
+            Self::NotFinite { .. } | Self::Overflow { .. } => {
                 "EXL2 stores fp16; the file may be damaged: compare its hash with the hub's".into()
             }
             Self::HeadSize { .. } => "leave --head-bits out: the head then stays fp16".into(),
             Self::GroupSize { .. } => "32, 64 and 128 are usual".into(),
+            Self::UnusedRule { head: true, .. } => {
+                "the output head is outside these rules: --head-bits gives it a width".into()
+            }
             Self::UnusedRule { .. } => "`requant inspect` lists the modules' names".into(),
             Self::NothingQuantized => "the source is dense: --to exl2 quantizes it".into(),
             Self::GroupSplit { .. } => "choose a divisor of the source's group size".into(),
@@ -311,7 +349,7 @@ impl Diagnose for Error {
             Self::ReaderRefuses { objection, .. } => objection.hint().into(),
             Self::Simd(error) => return error.hint(),
             Self::TransposedDense { .. } => "a source whose decoder is all GPTQ can become EXL2 or GPTQ".into(),
-            Self::HeadBias | Self::Pattern { .. } | Self::RulesDisagree { .. } => return None,
+            Self::HeadBias { .. } | Self::Pattern { .. } | Self::RulesDisagree { .. } => return None,
         })
     }
 }

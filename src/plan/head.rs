@@ -24,7 +24,7 @@ pub(super) fn plan(
     let module = checkpoint.module(naming.head);
     if let Some(module) = module {
         if module.bias() == Some(Bias::NonZero) {
-            return Err(Error::HeadBias);
+            return Err(Error::HeadBias { tensor: format!("{}.bias", module.name()) });
         }
         if matches!(module.layout(), Layout::Exl2(_)) {
             return Err(Error::AlreadyExl2 { module: module.name().into() });

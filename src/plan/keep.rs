@@ -5,7 +5,7 @@
 
 use super::options::{Candidate, Job};
 use super::relayout::{self, GptqDecision, GptqOptions};
-use super::solve::{Choice, Solution, solve};
+use super::solve::{Choice, Solution, solve_until};
 use super::{BiasDecision, Decision};
 use crate::arch::Role;
 use crate::checkpoint::{Bias, Checkpoint, Layout, Module};
@@ -65,6 +65,7 @@ pub(super) fn solve_with_kept(
     measured: &[Vec<Candidate>],
     open: &[Vec<usize>],
     budget: u64,
+    cancelled: &dyn Fn() -> bool,
 ) -> Option<Solution> {
     let choice = |job: usize, i: usize| {
         let candidate = &measured[job][open[job][i]];
@@ -103,7 +104,7 @@ pub(super) fn solve_with_kept(
         }
     }
     let costs: Vec<Vec<Choice>> = classes.iter().map(|c| c.iter().map(|(c, _)| *c).collect()).collect();
-    let solution = solve(&costs, budget)?;
+    let solution = solve_until(&costs, budget, cancelled)?;
     let mut picks = vec![0; jobs.len()];
     for ((class, members), &pick) in classes.iter().zip(&members).zip(&solution.picks) {
         for (&job, &i) in members.iter().zip(&class[pick].1) {

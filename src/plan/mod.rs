@@ -9,6 +9,7 @@ mod error;
 mod head;
 mod keep;
 mod options;
+mod overflow;
 pub mod readers;
 mod relayout;
 mod rules;
@@ -293,8 +294,9 @@ impl Plan {
         }
         checkpoint.require_decodable()?;
         let (members, mut warnings) = sets::members(checkpoint, arch, dims, options)?;
-        rules::check_used(&options.set, &members)?;
-        rules::check_used(&options.min, &members)?;
+        let heads = [checkpoint.naming().head, arch.exl2_names().head];
+        rules::check_used(&options.set, &members, heads)?;
+        rules::check_used(&options.min, &members, heads)?;
         let head = head::plan(checkpoint, arch, dims, options, &mut warnings)?;
         let jobs: Vec<Job<'_>> =
             members.iter().map(|member| Job::new(member, options)).collect::<Result<_, _>>()?;
@@ -302,6 +304,17 @@ impl Plan {
         if quantized.is_empty() {
             return Err(Error::NothingToQuantize.into());
         }
+        let naming = checkpoint.naming();
+        let mut dense_tensors: Vec<PlannedTensor> = (arch.dense_tensors(dims, naming).into_iter())
+            .map(|t| PlannedTensor { name: t.exl2_name, source: t.name, dtype: Dtype::F16, shape: t.shape })
+            .collect();
+        let mut halves = overflow::stored_as_half(&dense_tensors, head.as_slice());
+        halves.extend(members.iter().flat_map(|member| {
+            let dense = (member.treatment == sets::Treatment::Dense).then_some("weight");
+            let bias = (member.bias == BiasDecision::Kept).then_some("bias");
+            dense.into_iter().chain(bias).map(|suffix| format!("{}.{suffix}", member.module.name()))
+        }));
+        overflow::check(checkpoint, &halves)?;
         let (outcomes, objective) = match options.target {
             Target::Bpw(bpw) => {
                 let (outcomes, objective) =
@@ -324,10 +337,6 @@ impl Plan {
         warnings.extend(multiplied(dims));
         let untied = dims.tied && head.is_some();
         modules.extend(head);
-        let naming = checkpoint.naming();
-        let mut dense_tensors: Vec<PlannedTensor> = (arch.dense_tensors(dims, naming).into_iter())
-            .map(|t| PlannedTensor { name: t.exl2_name, source: t.name, dtype: Dtype::F16, shape: t.shape })
-            .collect();
         dense_tensors.extend(checkpoint.other_tensors().filter_map(|tensor| {
             Some(PlannedTensor {
                 name: arch.other_exl2_name(naming, tensor.name())?,

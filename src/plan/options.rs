@@ -57,6 +57,8 @@ pub(super) struct Space {
     pub(super) group_sizes: Vec<usize>,
     /// Ascending.
     pub(super) widths: Vec<Bits>,
+    /// What they would be without `set` and `min`.
+    unruled: Vec<Bits>,
     order: RowOrder,
 }
 
@@ -112,15 +114,17 @@ impl<'a> Job<'a> {
             }
             _ => (aligned_group_sizes(member), Bits::ALL.to_vec()),
         };
+        let mut unruled = asked.clone();
         let mut widths = match (set, min) {
             (Some(set), _) => vec![set],
             (None, min) => asked.into_iter().filter(|&b| min.is_none_or(|min| b >= min)).collect(),
         };
         if member.treatment == Treatment::QuantizeWidest {
             widths.drain(..widths.len() - 1);
+            unruled.drain(..unruled.len() - 1);
             group_sizes.truncate(1);
         }
-        let space = Some(Space { group_sizes, widths, order: row_order(member) });
+        let space = Some(Space { group_sizes, widths, unruled, order: row_order(member) });
         // A width that the user fixed is not the source's.
         Ok(Self { member, space, keep: options.keep_gptq && set.is_none() })
     }
@@ -140,12 +144,20 @@ impl<'a> Job<'a> {
 
     /// The cheapest and the dearest option.
     pub(super) fn range(&self) -> (u64, u64) {
-        let Some(space) = &self.space else { return (0, 0) };
+        self.space.as_ref().map_or((0, 0), |space| self.range_of(space, &space.widths))
+    }
+
+    /// The same as if the user had given no rules.
+    pub(super) fn unruled_range(&self) -> (u64, u64) {
+        self.space.as_ref().map_or((0, 0), |space| self.range_of(space, &space.unruled))
+    }
+
+    fn range_of(&self, space: &Space, widths: &[Bits]) -> (u64, u64) {
         let all = || {
             let sizes = space.group_sizes.iter();
             sizes.flat_map(|&size| {
                 let groups = self.member.linear.in_features.div_ceil(size);
-                space.widths.iter().map(move |&bits| self.stored_bits(size, &vec![bits; groups]))
+                widths.iter().map(move |&bits| self.stored_bits(size, &vec![bits; groups]))
             })
         };
         (all().min().unwrap_or(0), all().max().unwrap_or(0))

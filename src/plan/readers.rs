@@ -1,11 +1,13 @@
-//! What each GPTQ reader accepts: one table.
+//! What each reader accepts: one table, for `convert --for` and `inspect --for`.
 //!
 //! Facts are those of the readers' own code, as far as it was read; `why` texts are shown to the user.
 
-use super::relayout::GptqDecision;
+use super::relayout::{self, GptqDecision};
+use super::{Decision, Error, GptqOptions, Plan, PlannedModule};
+use crate::checkpoint::{Checkpoint, Gptq, Layout, Module};
 use requant_formats::gptq::ZeroConvention;
 
-/// A program that loads GPTQ checkpoints.
+/// A program that loads GPTQ checkpoints, and perhaps EXL2.
 #[derive(Debug)]
 pub struct Reader {
     /// Name on the command line.
@@ -26,6 +28,16 @@ pub struct Reader {
     pub column_multiple: usize,
     /// Whether it joins q/k/v and gate/up, whose parts must then be stored alike.
     pub fuses: bool,
+    /// Whether each module may have a width and group size of its own.
+    pub mixes_widths: bool,
+    /// Whether it looks at `g_idx` only where the configuration says `desc_act`.
+    pub obeys_desc_act: bool,
+    /// Whether every GPTQ module must have a `g_idx`.
+    pub needs_g_idx: bool,
+    /// Whether it insists on `bits`, `group_size` and `desc_act` in the configuration, and loads by it alone.
+    pub needs_keys: bool,
+    /// Whether it loads EXL2.
+    pub exl2: bool,
 }
 
 /// Group sizes that a reader loads.
@@ -54,6 +66,11 @@ const GPTQMODEL: Reader = Reader {
     zeros: BOTH,
     column_multiple: 32,
     fuses: false,
+    mixes_widths: true,
+    obeys_desc_act: false,
+    needs_g_idx: false,
+    needs_keys: false,
+    exl2: false,
 };
 
 /// All readers.
@@ -69,6 +86,11 @@ pub const READERS: &[Reader] = &[
         zeros: BOTH,
         column_multiple: 64,
         fuses: true,
+        mixes_widths: true,
+        obeys_desc_act: false,
+        needs_g_idx: false,
+        needs_keys: true,
+        exl2: false,
     },
     // Before 2026: act-order, and asymmetric files by the exllama kernel, which reads v1 only.
     Reader {
@@ -81,6 +103,11 @@ pub const READERS: &[Reader] = &[
         zeros: V1,
         column_multiple: 32,
         fuses: true,
+        mixes_widths: true,
+        obeys_desc_act: true,
+        needs_g_idx: false,
+        needs_keys: true,
+        exl2: false,
     },
     Reader {
         name: "sglang",
@@ -92,6 +119,11 @@ pub const READERS: &[Reader] = &[
         zeros: BOTH,
         column_multiple: 64,
         fuses: true,
+        mixes_widths: true,
+        obeys_desc_act: true,
+        needs_g_idx: false,
+        needs_keys: true,
+        exl2: false,
     },
     Reader {
         name: "exllamav2",
@@ -103,16 +135,106 @@ pub const READERS: &[Reader] = &[
         zeros: V1,
         column_multiple: 32,
         fuses: false,
+        mixes_widths: true,
+        obeys_desc_act: false,
+        needs_g_idx: false,
+        needs_keys: false,
+        exl2: true,
     },
     GPTQMODEL,
     // Loads through GPTQModel.
     Reader { name: "transformers", ..GPTQMODEL },
+    // Marlin, or where that doesn't do exllamav2's kernels or Triton, which reads no 3 bits; 3.x of 2025.
+    Reader {
+        name: "tgi",
+        bits: &[2, 4, 8],
+        symmetric_only: false,
+        group_sizes: GroupSizes::PowersOfTwo,
+        act_order: true,
+        equal_groups: true,
+        zeros: V1,
+        column_multiple: 32,
+        fuses: true,
+        mixes_widths: false,
+        obeys_desc_act: true,
+        needs_g_idx: true,
+        needs_keys: false,
+        exl2: true,
+    },
+    // Its kernels are those of vLLM before 2025, and its configuration has one width for all.
+    Reader {
+        name: "aphrodite",
+        bits: &[2, 3, 4, 8],
+        symmetric_only: false,
+        group_sizes: GroupSizes::MultiplesOf32,
+        act_order: true,
+        equal_groups: true,
+        zeros: V1,
+        column_multiple: 32,
+        fuses: true,
+        mixes_widths: false,
+        obeys_desc_act: true,
+        needs_g_idx: false,
+        needs_keys: true,
+        exl2: true,
+    },
 ];
 
 impl Reader {
     /// The reader of that name.
     pub fn named(name: &str) -> Option<&'static Self> {
         READERS.iter().find(|reader| reader.name == name)
+    }
+
+    /// Whether it is exllamav2, which reads tensors and hardly any configuration.
+    pub fn is_exllamav2(&self) -> bool {
+        self.name == "exllamav2"
+    }
+
+    /// Whether it undoes a borrow among stored zero points, as GPTQModel does, which caused it.
+    pub fn reads_word_wise(&self) -> bool {
+        matches!(self.name, "gptqmodel" | "transformers")
+    }
+
+    /// Why it wouldn't read a GPTQ module as it is stored, as far as its tensors tell. Zero points are left out:
+    /// what a reader takes them for, its configuration decides.
+    pub fn objection_to(&self, module: &Module, gptq: &Gptq) -> Option<Objection> {
+        let any_zeros = Self { zeros: BOTH, ..*self };
+        let stored = relayout::from_gptq(module, gptq, &GptqOptions::default()).ok()?;
+        any_zeros.objection(&stored, module.in_features(), module.out_features())
+    }
+
+    /// The first module, by its name, that is stored otherwise than those which this reader joins it with.
+    pub fn objection_to_siblings(&'static self, checkpoint: &Checkpoint) -> Option<String> {
+        let modules = Plan::same(checkpoint).modules;
+        match relayout::check_siblings(checkpoint, self, &modules) {
+            Err(crate::Error::Plan(Error::ReaderRefuses { module, .. })) if self.fuses => Some(module),
+            _ => None,
+        }
+    }
+
+    /// The first module, by its name, with another width or group size than those before it, where this reader
+    /// has one for all. One group of all rows goes with any size.
+    pub fn objection_to_mixture(&self, checkpoint: &Checkpoint) -> Option<String> {
+        self.mixed(checkpoint, &Plan::same(checkpoint).modules)
+    }
+
+    pub(super) fn mixed(&self, checkpoint: &Checkpoint, modules: &[PlannedModule]) -> Option<String> {
+        let (mut width, mut size) = (None, None);
+        let mut differs = |module: &PlannedModule| {
+            let stored = match (&module.decision, checkpoint.module(&module.source).map(Module::layout)) {
+                (Decision::Gptq(d), _) => (d.bits, d.groups, d.stated_group_size(module.in_features)),
+                (Decision::Kept, Some(Layout::Gptq(g))) => (g.shape.bits, g.shape.groups, g.group_size),
+                _ => return false,
+            };
+            let (bits, groups, rows) = stored;
+            *width.get_or_insert(bits) != bits || groups > 1 && *size.get_or_insert(rows) != rows
+        };
+        modules
+            .iter()
+            .filter(|_| !self.mixes_widths)
+            .find(|module| differs(module))
+            .map(|module| module.source.clone())
     }
 
     /// Why it wouldn't read a module so stored, if so; and what would help.
@@ -186,6 +308,9 @@ pub enum Objection {
     /// Joined modules.
     #[error("it joins the module with its siblings, which are stored differently")]
     Siblings,
+    /// Modules of different widths or group sizes.
+    #[error("it has one width and group size for all modules, and this one differs from the first")]
+    Mixed,
 }
 
 impl Objection {
@@ -200,6 +325,7 @@ impl Objection {
             }
             Self::Zeros { .. } => "--zeros chooses the convention",
             Self::Columns { .. } => "this model's sizes don't fit that engine",
+            Self::Mixed => "--bits and --group-size can make them alike",
             Self::Siblings => "give q/k/v, and gate/up, the same --bits and --group-size",
         }
     }

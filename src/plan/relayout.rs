@@ -102,6 +102,12 @@ impl Plan {
         if let Some(reader) = options.reader.filter(|reader| reader.fuses) {
             check_siblings(checkpoint, reader, &modules)?;
         }
+        if let Some(reader) = options.reader
+            && let Some(module) = reader.mixed(checkpoint, &modules)
+        {
+            let (reader, objection) = (reader.name, Objection::Mixed);
+            return Err(Error::ReaderRefuses { module, reader, objection }.into());
+        }
         Ok(Self::exact(checkpoint, Target::Gptq, modules, None, warnings))
     }
 
@@ -120,7 +126,12 @@ impl Plan {
         let modules = (checkpoint.modules().iter())
             .map(|module| planned(checkpoint, module, Decision::Dense(dtype), &mut warnings))
             .collect();
-        Ok(Self::exact(checkpoint, Target::Dense(dtype), modules, Some(dtype.dtype()), warnings))
+        let plan = Self::exact(checkpoint, Target::Dense(dtype), modules, Some(dtype.dtype()), warnings);
+        super::overflow::check(
+            checkpoint,
+            &super::overflow::stored_as_half(&plan.dense_tensors, &plan.modules),
+        )?;
+        Ok(plan)
     }
 
     /// Plans the same tensors in new files.
@@ -383,7 +394,7 @@ fn check_scales(checkpoint: &Checkpoint, module: &Module, options: &GptqOptions)
 }
 
 /// Joined parts must have the same width, group size and symmetry.
-fn check_siblings(
+pub(super) fn check_siblings(
     checkpoint: &Checkpoint,
     reader: &'static Reader,
     modules: &[PlannedModule],

@@ -44,15 +44,17 @@ pub(super) fn width(rules: &[WidthRule], member: &Member<'_>) -> Result<Option<B
     Ok(None)
 }
 
-/// Checks that each rule matches a module that is quantized.
-pub(super) fn check_used(rules: &[WidthRule], members: &[Member<'_>]) -> Result<(), Error> {
+/// Checks that each rule matches a module that is quantized; `heads` are the head's names, which no rule can
+/// mean.
+pub(super) fn check_used(rules: &[WidthRule], members: &[Member<'_>], heads: [&str; 2]) -> Result<(), Error> {
     for rule in rules {
         let mut used = false;
         for member in members.iter().filter(|m| m.treatment != Treatment::Dense) {
             used = used || rule.matches(member)?;
         }
         if !used {
-            return Err(Error::UnusedRule { pattern: rule.pattern.as_str().into() });
+            let head = heads.iter().any(|head| rule.pattern.is_match(head).unwrap_or(false));
+            return Err(Error::UnusedRule { pattern: rule.pattern.as_str().into(), head });
         }
     }
     Ok(())

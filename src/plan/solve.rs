@@ -37,10 +37,20 @@ const MOST_STATES: usize = 200_000;
 /// Picks the options with the smallest sum of errors among those whose costs sum to at most `budget`.
 /// `None` if even the cheapest don't fit, or a class is empty.
 pub fn solve(classes: &[Vec<Choice>], budget: u64) -> Option<Solution> {
-    solve_within(classes, budget, MOST_STATES)
+    solve_until(classes, budget, &|| false)
 }
 
-fn solve_within(classes: &[Vec<Choice>], budget: u64, most_states: usize) -> Option<Solution> {
+/// The same, but once `cancelled` the search is cut short: what it has then is feasible, with its gap.
+pub fn solve_until(classes: &[Vec<Choice>], budget: u64, cancelled: &dyn Fn() -> bool) -> Option<Solution> {
+    solve_within(classes, budget, MOST_STATES, cancelled)
+}
+
+fn solve_within(
+    classes: &[Vec<Choice>],
+    budget: u64,
+    most_states: usize,
+    cancelled: &dyn Fn() -> bool,
+) -> Option<Solution> {
     let classes: Vec<Class> = classes.iter().map(|c| Class::new(c)).collect::<Option<_>>()?;
     if classes.iter().map(|c| c.options[0].cost).sum::<u64>() > budget {
         return None;
@@ -49,7 +59,7 @@ fn solve_within(classes: &[Vec<Choice>], budget: u64, most_states: usize) -> Opt
     let incumbent = fill(&classes, start, budget);
     let core = Core::new(&classes, multiplier, budget);
     let bound = core.bound();
-    let (picks, gap) = core.improve(incumbent, most_states);
+    let (picks, gap) = core.improve(incumbent, most_states, cancelled);
     let (cost, error) = totals(&classes, &picks);
     let picks = classes.iter().zip(picks).map(|(class, i)| class.original[i]).collect();
     Some(Solution { picks, cost, error, gap, bound })
@@ -193,7 +203,12 @@ impl<'a> Core<'a> {
     }
 
     /// The best picks, and how far they can be from the optimum.
-    fn improve(&self, incumbent: Vec<usize>, most_states: usize) -> (Vec<usize>, f64) {
+    fn improve(
+        &self,
+        incumbent: Vec<usize>,
+        most_states: usize,
+        cancelled: &dyn Fn() -> bool,
+    ) -> (Vec<usize>, f64) {
         let excess = |picks: &[usize]| -> f64 {
             let slack = self.budget as i64 - totals(self.classes, picks).0 as i64;
             let penalties: f64 = picks.iter().enumerate().map(|(c, &i)| self.penalty(c, i)).sum();
@@ -214,6 +229,10 @@ impl<'a> Core<'a> {
             relief[c] = relief[c + 1] + cheapest.unwrap_or(0).min(0);
         }
         for c in 0..self.classes.len() {
+            if cancelled() {
+                cut = true;
+                break;
+            }
             let deviations: Vec<usize> = (0..self.classes[c].options.len())
                 .filter(|&i| i != self.base[c] && self.penalty(c, i) < limit)
                 .collect();
@@ -400,7 +419,7 @@ mod tests {
                 .map(|c| c.into_iter().map(|(cost, error)| Choice { cost, error }).collect())
                 .collect();
             let budget = classes.iter().map(|c| c.iter().map(|o| o.cost).sum::<u64>() / c.len() as u64).sum();
-            let Some(found) = solve_within(&classes, budget, most_states) else { return Ok(()) };
+            let Some(found) = solve_within(&classes, budget, most_states, &|| false) else { return Ok(()) };
             let best = exact(&classes, budget);
             prop_assert!(found.cost <= budget);
             prop_assert!(found.error - best <= found.gap + 1e-9, "{} {best} {}", found.error, found.gap);
@@ -415,7 +434,13 @@ mod tests {
         let classes: Vec<Vec<Choice>> = (0..30).map(|c| (0..6).map(|i| option(c, i)).collect()).collect();
         let budget = 52_345;
         assert_eq!(solve(&classes, budget).unwrap().gap, 0.0);
-        assert!(solve_within(&classes, budget, 2).unwrap().gap > 0.0);
+        assert!(solve_within(&classes, budget, 2, &|| false).unwrap().gap > 0.0);
+        // Cancelled, it stops at once with what it has.
+        let asked = std::cell::Cell::new(0);
+        let cancelled = || asked.replace(asked.get() + 1) >= 1;
+        let stopped = solve_until(&classes, budget, &cancelled).unwrap();
+        assert_eq!(asked.get(), 2);
+        assert!(stopped.gap > 0.0 && stopped.cost <= budget);
     }
 
     #[test]

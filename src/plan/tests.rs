@@ -62,7 +62,10 @@ fn a_budget_is_kept_and_mixes_are_no_worse_than_one_width() {
 #[test]
 fn the_feasible_range_is_that_of_the_extreme_plans() {
     let checkpoint = tiny();
-    let Err(Error::Infeasible { lowest, highest, asked }) = plan(&checkpoint, &bpw(1.0)) else { panic!() };
+    let Err(Error::Infeasible { lowest, highest, asked, unruled: None }) = plan(&checkpoint, &bpw(1.0))
+    else {
+        panic!()
+    };
     assert_eq!(asked, 1.0);
     // The cheapest groups are the longest, the dearest the shortest.
     let cheapest = plan(&checkpoint, &uniform(2, 128)).unwrap().totals.bpw;
@@ -120,7 +123,7 @@ fn rules_that_cannot_be_meant_are_refused() {
     let mut options = uniform(4, 64);
     options.set = vec![rule("down_prj", 2)];
     assert!(
-        matches!(plan(&checkpoint, &options), Err(Error::UnusedRule { pattern }) if pattern == "down_prj")
+        matches!(plan(&checkpoint, &options), Err(Error::UnusedRule { pattern, head: false }) if pattern == "down_prj")
     );
     options.set = vec![rule("down_proj", 2)];
     options.min = vec![rule("layers.0", 3)];

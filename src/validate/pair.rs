@@ -204,7 +204,8 @@ fn by_report(source: &Checkpoint, converted: &Checkpoint, report: &Report) -> Re
     let mut pairs = Vec::with_capacity(report.modules.len());
     for module in &report.modules {
         let found = source.part(&module.source, module.columns.as_ref());
-        let head = module.source == source.naming().head;
+        // The source of a tied head is the embedding, which is no linear of the source.
+        let head = module.name == converted.naming().head;
         let (in_features, out_features) = match (found, source.dims()) {
             (Some(found), _) => (found.in_features(), found.out_features()),
             (None, Some(dims)) if head => (dims.hidden, dims.vocab),

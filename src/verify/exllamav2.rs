@@ -18,7 +18,12 @@ const DEFAULT_ROPE_THETA: f64 = 10_000.0;
 
 /// Checks a directory that holds EXL2 modules.
 pub(super) fn check(checkpoint: &Checkpoint, weights: &[String]) -> Check {
-    let mut checker = Checker { checkpoint, check: Check::new(CheckKind::Exllamav2) };
+    let exl2 = checkpoint.modules().iter().any(|module| matches!(module.layout(), Layout::Exl2(_)));
+    let zeros = match labelled_v2(checkpoint) && !exl2 {
+        true => ZeroConvention::V2,
+        false => ZeroConvention::V1,
+    };
+    let mut checker = Checker { checkpoint, zeros, check: Check::new(CheckKind::Exllamav2) };
     checker.files(weights);
     for module in checkpoint.modules() {
         checker.check.checked += 1;
@@ -33,6 +38,9 @@ pub(super) fn check(checkpoint: &Checkpoint, weights: &[String]) -> Check {
 
 struct Checker<'a> {
     checkpoint: &'a Checkpoint,
+    /// The convention that GPTQ zero points must have. A label of v2 is obeyed where all modules are GPTQ; beside
+    /// EXL2 modules, whose configuration has none, v1 is expected.
+    zeros: ZeroConvention,
     check: Check,
 }
 
@@ -63,6 +71,8 @@ impl Checker<'_> {
             }
             match (linear.bias, module.bias()) {
                 (true, None) => self.fault(&format!("{name}.bias"), "exllamav2 expects this bias"),
+                // Of a GPTQ module it drops a bias of zeros.
+                (false, Some(Bias::AllZero)) if matches!(module.layout(), Layout::Gptq(_)) => {}
                 (false, Some(_)) => {
                     self.fault(&format!("{name}.bias"), "exllamav2 expects no bias here");
                 }
@@ -115,13 +125,25 @@ impl Checker<'_> {
         if !in_order && gptq.group_size > i16::MAX as usize {
             self.fault(name, format!("act-order with groups of {} rows", gptq.group_size));
         }
-        if gptq.zeros.convention != ZeroConvention::V1 {
-            self.fault(&format!("{name}.qzeros"), "v2 zero points: exllamav2 reads v1 in an EXL2 directory");
+        if gptq.zeros.convention != self.zeros {
+            let (found, reads) = (gptq.zeros.convention, self.zeros);
+            self.fault(
+                &format!("{name}.qzeros"),
+                format!("{found} zero points: exllamav2 reads them as {reads}"),
+            );
         } else if let Ok(matrix) = self.checkpoint.gptq(module)
             && let Some(i) = matrix.zeros().iter().position(|&z| z == 0)
         {
             let (group, column) = (i / module.out_features(), i % module.out_features());
-            let message = format!("zero point 0 at group {group}, column {column}: exllamav2 reads 16");
+            let message = match self.zeros {
+                ZeroConvention::V1 => {
+                    format!("zero point 0 at group {group}, column {column}: exllamav2 reads 16")
+                }
+                // It takes 1 from each word, which borrows.
+                ZeroConvention::V2 => format!(
+                    "zero point 0 at group {group}, column {column}: exllamav2 misreads its neighbour, too"
+                ),
+            };
             self.fault(&format!("{name}.qzeros"), message);
         }
         if module.bias() == Some(Bias::AllZero) && module.linear().is_some_and(|linear| linear.bias) {
@@ -207,11 +229,7 @@ impl Checker<'_> {
         if architectures != 1 {
             self.config_fault(format!("architectures has {architectures} entries: exllamav2 loads one"));
         }
-        let quantization = config
-            .get("quantization_config")
-            .or_else(|| config.get("text_config").and_then(|text| text.get("quantization_config")));
-        let format = quantization.and_then(|q| q.get("checkpoint_format")).and_then(Value::as_str);
-        if format == Some("gptq_v2") {
+        if labelled_v2(self.checkpoint) && self.zeros == ZeroConvention::V1 {
             self.config_fault("checkpoint_format is gptq_v2: exllamav2 takes 1 from GPTQ zero points, then");
         }
         let object = |key: &str| config.get(key).and_then(Value::as_object).filter(|o| !o.is_empty());
@@ -242,6 +260,16 @@ impl Checker<'_> {
             _ => {}
         }
     }
+}
+
+/// Whether config.json, where alone exllamav2 looks, says that zero points are v2.
+fn labelled_v2(checkpoint: &Checkpoint) -> bool {
+    let config = checkpoint.config();
+    let quantization = config
+        .get("quantization_config")
+        .or_else(|| config.get("text_config").and_then(|text| text.get("quantization_config")));
+    let format = quantization.and_then(|q| q.get("checkpoint_format")).and_then(Value::as_str);
+    format == Some("gptq_v2")
 }
 
 fn same_number(a: &Value, b: &Value) -> bool {

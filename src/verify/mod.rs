@@ -11,7 +11,7 @@ mod exllamav2;
 mod files;
 
 use crate::Diagnose;
-use crate::checkpoint::{Checkpoint, Layout, OpenOptions};
+use crate::checkpoint::{self, Checkpoint, Layout, OpenOptions};
 use crate::convert::REPORT_FILE;
 use crate::progress::{Event, Observer};
 use crate::warning::WarningCode;
@@ -100,6 +100,16 @@ pub fn exllamav2_faults(checkpoint: &Checkpoint) -> Vec<Fault> {
     }
 }
 
+/// What exllamav2 would fail on or misread, whatever the directory holds; files that it would load beside the
+/// model included.
+///
+/// # Errors
+/// A directory that can't be listed.
+pub fn exllamav2_reads(checkpoint: &Checkpoint) -> Result<Vec<Fault>, crate::Error> {
+    let weights = files::list_weights(checkpoint.dir())?;
+    Ok(exllamav2::check(checkpoint, &weights).faults)
+}
+
 impl Fault {
     fn file(file: &str, message: impl Into<String>) -> Self {
         Self { file: Some(file.into()), tensor: None, message: message.into() }
@@ -147,6 +157,10 @@ pub fn verify(
     against: Option<&Checkpoint>,
     observer: &dyn Observer,
 ) -> Result<Verification, crate::Error> {
+    if dir.is_file() {
+        let (file, fault) = (dir.to_owned(), Box::new(checkpoint::Fault::NotAFolder));
+        return Err(checkpoint::Error { file, tensor: None, fault }.into());
+    }
     let weights = files::list_weights(dir)?;
     let mut checks = Vec::new();
     let claims = match std::fs::read(dir.join(REPORT_FILE)) {

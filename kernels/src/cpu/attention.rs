@@ -81,7 +81,10 @@ fn head_of_window(
             if let Some(cap) = shape.soft_cap {
                 rows::soft_cap(&mut row[from..=position], cap);
             }
-            softmax(&mut row[from..=position]);
+            rows::wide(
+                #[inline(always)]
+                || softmax(&mut row[from..=position]),
+            );
         }
         faer::linalg::matmul::matmul(
             MatMut::from_row_major_slice_mut(out, count, d),
@@ -95,6 +98,7 @@ fn head_of_window(
     result
 }
 
+#[inline(always)]
 fn softmax(scores: &mut [f32]) {
     let largest = rows::largest(scores);
     scores.iter_mut().for_each(|score| *score = exp(*score - largest));

@@ -1,6 +1,6 @@
 //! The CPU: the reference of every other device.
 //!
-//! Products are `faer`'s, on fp32 panels decoded as they are needed; all else is written here. Work is cut into
+//! Products are `faer`'s, on fp32 panels of weights that were decoded once; all else is written here. Work is cut into
 //! fixed pieces whatever the number of threads, so results don't depend on it.
 
 mod attention;
@@ -12,6 +12,7 @@ use super::error::{Error, expect};
 use super::operations::{Activation, Attention, Difference, Operations, Rope, TokenScore};
 use super::weight::{Dense, Weight};
 use half::f16;
+pub use product::Loaded;
 use rayon::ThreadPool;
 use rayon::prelude::*;
 use std::ops::Range;
@@ -83,9 +84,14 @@ impl Cpu {
 
     fn gated(&self, gate: &Tensor, up: &Tensor, function: impl Fn(f32) -> f32 + Sync) -> Tensor {
         self.rows(gate.rows, gate.columns, |i, row| {
-            for ((y, &g), &u) in row.iter_mut().zip(gate.row(i)).zip(up.row(i)) {
-                *y = function(g) * u;
-            }
+            rows::wide(
+                #[inline(always)]
+                || {
+                    for ((y, &g), &u) in row.iter_mut().zip(gate.row(i)).zip(up.row(i)) {
+                        *y = function(g) * u;
+                    }
+                },
+            );
         })
     }
 
@@ -97,8 +103,7 @@ impl Cpu {
 }
 
 impl Operations for Cpu {
-    /// The matrix itself: it is decoded at each use.
-    type Weight = Weight;
+    type Weight = Loaded;
     type Tensor = Tensor;
 
     fn name(&self) -> String {
@@ -110,15 +115,15 @@ impl Operations for Cpu {
         Ok(None)
     }
 
-    fn upload_weight(&self, weight: &Weight) -> Result<Weight, Error> {
+    fn upload_weight(&self, weight: &Weight) -> Result<Loaded, Error> {
         if let Weight::Dense(dense) = weight {
             dense.check("upload_weight")?;
         }
-        Ok(weight.clone())
+        Ok(Loaded::new(weight))
     }
 
-    fn dequantize(&self, weight: &Weight) -> Result<Vec<f16>, Error> {
-        Ok(product::decode(weight))
+    fn dequantize(&self, weight: &Loaded) -> Result<Vec<f16>, Error> {
+        Ok(weight.decoded())
     }
 
     fn upload(&self, values: &[f32], columns: usize) -> Result<Tensor, Error> {
@@ -152,8 +157,8 @@ impl Operations for Cpu {
         Ok(self.rows(x.rows, columns.len(), |i, row| row.copy_from_slice(&x.row(i)[columns.clone()])))
     }
 
-    fn embed(&self, table: &Weight, tokens: &[u32], scale: f32) -> Result<Tensor, Error> {
-        let Weight::Dense(table) = table else {
+    fn embed(&self, table: &Loaded, tokens: &[u32], scale: f32) -> Result<Tensor, Error> {
+        let Loaded::Dense(table) = table else {
             let (found, expected) = ("a quantized table".into(), "a dense one".into());
             return Err(Error::Shape { operation: "embed", found, expected });
         };
@@ -165,8 +170,8 @@ impl Operations for Cpu {
         }))
     }
 
-    fn matmul(&self, x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tensor, Error> {
-        let (k, n) = (weight.in_features(), weight.out_features());
+    fn matmul(&self, x: &Tensor, weight: &Loaded, bias: Option<&Tensor>) -> Result<Tensor, Error> {
+        let (k, n) = weight.shape();
         expect("matmul", x.columns == k, || (x.in_words("activations"), format!("[m, {k}]")))?;
         if let Some(bias) = bias {
             expect("matmul", (bias.rows, bias.columns) == (1, n), || {
@@ -191,9 +196,14 @@ impl Operations for Cpu {
             (weight.in_words("a weight"), format!("[1, c], c a divisor of {}", x.columns))
         })?;
         Ok(self.rows(x.rows, x.columns, |i, row| {
-            for (x, y) in x.row(i).chunks_exact(c).zip(row.chunks_exact_mut(c)) {
-                rows::rms_norm(x, &weight.values, epsilon, y);
-            }
+            rows::wide(
+                #[inline(always)]
+                || {
+                    for (x, y) in x.row(i).chunks_exact(c).zip(row.chunks_exact_mut(c)) {
+                        rows::rms_norm(x, &weight.values, epsilon, y);
+                    }
+                },
+            );
         }))
     }
 
@@ -205,10 +215,12 @@ impl Operations for Cpu {
                 format!("{} of {pairs} pairs in heads of {head_dim}, window {window}", x.in_words("x"));
             (found, "whole heads with room for the pairs".into())
         })?;
-        let columns = x.columns;
+        let (columns, window) = (x.columns, window.min(x.rows));
+        let angles = self.run(|| rows::angles(window, rope));
         self.in_place(&mut x.values, columns, |first, chunk| {
             for (i, row) in chunk.chunks_mut(columns).enumerate() {
-                rows::rotate(row, head_dim, (first / columns + i) % window, rope);
+                let position = (first / columns + i) % window;
+                rows::rotate(row, head_dim, &angles[position * pairs..][..pairs]);
             }
         });
         Ok(())
@@ -266,7 +278,14 @@ impl Operations for Cpu {
     }
 
     fn first_non_finite(&self, x: &Tensor) -> Result<Option<usize>, Error> {
-        Ok(x.values.iter().position(|value| !value.is_finite()).map(|at| at / x.columns))
+        // A whole piece is looked at without a branch, which is many times faster.
+        let all_finite = |piece: &[f32]| piece.iter().fold(true, |all, value| all & value.is_finite());
+        let in_piece = |(i, piece): (usize, &[f32])| {
+            let at = || piece.iter().position(|value| !value.is_finite());
+            (!all_finite(piece)).then(at).flatten().map(|at| i * TASK + at)
+        };
+        let bad = || x.values.par_chunks(TASK).enumerate().find_map_first(in_piece);
+        Ok(self.run(bad).map(|at| at / x.columns))
     }
 
     fn difference(&self, source: &Tensor, converted: &Tensor) -> Result<Difference, Error> {

@@ -1,7 +1,7 @@
 //! Products with a weight, decoded panel by panel.
 
 use super::Tensor;
-use crate::weight::{DenseType, Weight};
+use crate::weight::{Dense, DenseType, Weight};
 use faer::{Accum, MatMut, MatRef, Par};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -14,56 +14,81 @@ const ROWS: usize = 256;
 /// Columns of a task.
 const COLUMNS: usize = 256;
 
-/// The decoded weight `[k, n]` without padding.
-pub(super) fn decode(weight: &Weight) -> Vec<f16> {
-    match weight {
-        Weight::Gptq(matrix) => matrix.dequantize(),
-        Weight::Exl2 { matrix, out_features } => {
-            let stored = matrix.out_features();
-            let decoded = matrix.dequantize();
-            if stored == *out_features {
-                return decoded;
-            }
-            decoded.chunks_exact(stored).flat_map(|row| &row[..*out_features]).copied().collect()
-        }
-        Weight::Dense(dense) => {
-            let (k, n) = (dense.in_features, dense.out_features);
-            let mut decoded = vec![f16::ZERO; k * n];
-            let mut row = vec![0.0; k];
-            for column in 0..n {
-                dense.widen_rows(column..column + 1, &mut row);
-                for (i, &value) in row.iter().enumerate() {
-                    decoded[i * n + column] = f16::from_f32(value);
+/// A weight as this device holds it.
+#[derive(Clone, Debug)]
+pub enum Loaded {
+    /// As stored: it is widened at each use.
+    Dense(Dense),
+    /// Decoded once, when it was brought here.
+    Decoded {
+        /// n, without padding.
+        out_features: usize,
+        /// The weights `[k, n]`.
+        values: Vec<f16>,
+    },
+}
+
+impl Loaded {
+    pub(super) fn new(weight: &Weight) -> Self {
+        let out_features = weight.out_features();
+        let values = match weight {
+            Weight::Dense(dense) => return Self::Dense(dense.clone()),
+            Weight::Gptq(matrix) => matrix.dequantize(),
+            Weight::Exl2 { matrix, .. } => {
+                let stored = matrix.out_features();
+                let decoded = matrix.dequantize();
+                match stored == out_features {
+                    true => decoded,
+                    false => {
+                        let rows = decoded.chunks_exact(stored);
+                        rows.flat_map(|row| &row[..out_features]).copied().collect()
+                    }
                 }
             }
-            decoded
+        };
+        Self::Decoded { out_features, values }
+    }
+
+    /// k and n.
+    pub(super) fn shape(&self) -> (usize, usize) {
+        match self {
+            Self::Dense(dense) => (dense.in_features, dense.out_features),
+            Self::Decoded { out_features, values } => (values.len() / (*out_features).max(1), *out_features),
+        }
+    }
+
+    /// The decoded weight `[k, n]`.
+    pub(super) fn decoded(&self) -> Vec<f16> {
+        match self {
+            Self::Decoded { values, .. } => values.clone(),
+            Self::Dense(dense) => {
+                let (k, n) = (dense.in_features, dense.out_features);
+                let mut decoded = vec![f16::ZERO; k * n];
+                let mut row = vec![0.0; k];
+                for column in 0..n {
+                    dense.widen_rows(column..column + 1, &mut row);
+                    for (i, &value) in row.iter().enumerate() {
+                        decoded[i * n + column] = f16::from_f32(value);
+                    }
+                }
+                decoded
+            }
         }
     }
 }
 
 /// `y = x · weight`.
-pub(super) fn multiply(x: &Tensor, weight: &Weight, y: &mut Tensor) {
-    let (k, n) = (weight.in_features(), weight.out_features());
+pub(super) fn multiply(x: &Tensor, weight: &Loaded, y: &mut Tensor) {
+    let (k, n) = weight.shape();
     if x.rows == 0 || k == 0 || n == 0 {
         return;
     }
     let width = (PANEL / k).clamp(1, n);
-    if let Weight::Dense(dense) = weight {
-        // Stored [n, k]: a panel of columns is a run of rows.
-        let mut panel = vec![0.0; width * k];
-        for first in (0..n).step_by(width) {
-            let count = width.min(n - first);
-            let panel = &mut panel[..count * k];
-            panel.par_chunks_mut(COLUMNS * k).enumerate().for_each(|(i, chunk)| {
-                let start = first + i * COLUMNS;
-                dense.widen_rows(start..start + chunk.len() / k, chunk);
-            });
-            product(x, MatRef::from_row_major_slice(panel, count, k).transpose(), first, y);
-        }
-        return;
-    }
-    let decoded = decode(weight);
     let mut panel = vec![0.0; width * k];
+    let decoded = match weight {
+        Loaded::Decoded { values, .. } => values,
+        Loaded::Dense(dense) => return multiply_dense(x, dense, &mut panel, y),
+    };
     for first in (0..n).step_by(width) {
         let count = width.min(n - first);
         let panel = &mut panel[..count * k];
@@ -71,6 +96,21 @@ pub(super) fn multiply(x: &Tensor, weight: &Weight, y: &mut Tensor) {
             decoded[row * n + first..][..count].convert_to_f32_slice(chunk);
         });
         product(x, MatRef::from_row_major_slice(panel, k, count), first, y);
+    }
+}
+
+/// The same of a weight stored `[n, k]`, of which a panel of columns is a run of rows.
+fn multiply_dense(x: &Tensor, dense: &Dense, panel: &mut [f32], y: &mut Tensor) {
+    let (k, n) = (dense.in_features, dense.out_features);
+    let width = panel.len() / k;
+    for first in (0..n).step_by(width) {
+        let count = width.min(n - first);
+        let panel = &mut panel[..count * k];
+        panel.par_chunks_mut(COLUMNS * k).enumerate().for_each(|(i, chunk)| {
+            let start = first + i * COLUMNS;
+            dense.widen_rows(start..start + chunk.len() / k, chunk);
+        });
+        product(x, MatRef::from_row_major_slice(panel, count, k).transpose(), first, y);
     }
 }
 

@@ -3,11 +3,18 @@
 use crate::operations::{Difference, Rope};
 use rayon::prelude::*;
 
+/// Runs loops compiled for the widest vectors that the processor has. Their results are the same on all: sums
+/// are cut into [`LANES`] by hand, and products are never fused with sums.
+#[inline(always)]
+pub(super) fn wide<R>(work: impl FnOnce() -> R) -> R {
+    pulp::Arch::new().dispatch(work)
+}
+
 /// `e^x` to 2 units in the last place for results that are normal numbers, 0 below, ∞ above; NaN stays NaN.
 ///
 /// Branch-free, so that loops over it vectorise: `x = n·ln 2 + r`, a polynomial of degree 6 in r (Cephes),
 /// and n put into the exponent.
-#[inline]
+#[inline(always)]
 pub(super) fn exp(x: f32) -> f32 {
     // ln 2 in two parts, the first with few bits, so that n · LN2_HIGH is exact.
     const LN2_HIGH: f32 = 0.693_359_4;
@@ -40,12 +47,13 @@ const LANES: usize = 16;
 const BLOCK: usize = 1024;
 
 /// Σ x, in a fixed order: fp32 within a block, fp64 over blocks.
+#[inline(always)]
 pub(super) fn sum(values: &[f32]) -> f64 {
     sum_of(values, values, |x, _| x)
 }
 
 /// Σ f(a, b), likewise.
-#[inline]
+#[inline(always)]
 pub(super) fn sum_of(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f64 {
     let mut total = 0.0;
     for (a, b) in a.chunks(BLOCK).zip(b.chunks(BLOCK)) {
@@ -65,6 +73,7 @@ pub(super) fn sum_of(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f64 {
 }
 
 /// The largest element; −∞ of none.
+#[inline(always)]
 pub(super) fn largest(values: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];
     let (chunks, rest) = values.as_chunks::<LANES>();
@@ -77,6 +86,7 @@ pub(super) fn largest(values: &[f32]) -> f32 {
 }
 
 /// `y = x / sqrt(mean(x²) + epsilon) · weight`.
+#[inline(always)]
 pub(super) fn rms_norm(x: &[f32], weight: &[f32], epsilon: f32, y: &mut [f32]) {
     let mean = sum_of(x, x, |a, b| a * b) / x.len() as f64;
     let factor = (1.0 / (mean + f64::from(epsilon)).sqrt()) as f32;
@@ -85,23 +95,29 @@ pub(super) fn rms_norm(x: &[f32], weight: &[f32], epsilon: f32, y: &mut [f32]) {
     }
 }
 
-/// Rotates each head of a row at `position`.
-pub(super) fn rotate(row: &mut [f32], head_dim: usize, position: usize, rope: &Rope) {
-    let pairs = rope.frequencies.len();
-    for (j, &frequency) in rope.frequencies.iter().enumerate() {
+/// Cosine and sine of each pair, scaled, at positions `0..window`.
+pub(super) fn angles(window: usize, rope: &Rope) -> Vec<(f32, f32)> {
+    let angle = |i: usize| {
+        let (position, pair) = (i / rope.frequencies.len(), i % rope.frequencies.len());
         // The angle in fp32, as transformers has it; its sine and cosine to full precision.
-        let (sin, cos) = f64::from(position as f32 * frequency).sin_cos();
-        let (sin, cos) = (sin as f32 * rope.scale, cos as f32 * rope.scale);
-        for head in row.chunks_exact_mut(head_dim) {
-            let (a, b) = (head[j], head[j + pairs]);
-            head[j] = a * cos - b * sin;
-            head[j + pairs] = b * cos + a * sin;
+        let (sin, cos) = f64::from(position as f32 * rope.frequencies[pair]).sin_cos();
+        (cos as f32 * rope.scale, sin as f32 * rope.scale)
+    };
+    (0..window * rope.frequencies.len()).into_par_iter().with_min_len(BLOCK).map(angle).collect()
+}
+
+/// Rotates each head of a row by the angles of its position.
+pub(super) fn rotate(row: &mut [f32], head_dim: usize, angles: &[(f32, f32)]) {
+    for head in row.chunks_exact_mut(head_dim) {
+        let (first, second) = head.split_at_mut(angles.len());
+        for ((a, b), &(cos, sin)) in first.iter_mut().zip(second).zip(angles) {
+            (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
         }
     }
 }
 
 /// `x / (1 + e^−x)`.
-#[inline]
+#[inline(always)]
 pub(super) fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
@@ -128,26 +144,35 @@ pub(super) fn difference(source: &[f32], converted: &[f32], piece: usize) -> Dif
     let parts: Vec<Difference> = source
         .par_chunks(piece)
         .zip(converted.par_chunks(piece))
-        .map(|(source, converted)| {
-            let mut part = Difference::default();
-            for (&s, &c) in source.iter().zip(converted) {
-                let (s, c) = (f64::from(s), f64::from(c));
-                part.squared_error += (s - c) * (s - c);
-                part.squared_source += s * s;
-                part.squared_converted += c * c;
-                part.product += s * c;
-                part.max_error = part.max_error.max((s - c).abs());
-            }
-            part
-        })
+        .map(|(source, converted)| wide(|| difference_of(source, converted)))
         .collect();
-    parts.into_iter().fold(Difference::default(), |a, b| Difference {
+    parts.into_iter().fold(Difference::default(), joined)
+}
+
+#[inline(always)]
+fn difference_of(source: &[f32], converted: &[f32]) -> Difference {
+    let mut lanes = [Difference::default(); LANES];
+    for (source, converted) in source.chunks(LANES).zip(converted.chunks(LANES)) {
+        for (lane, (&s, &c)) in lanes.iter_mut().zip(source.iter().zip(converted)) {
+            let (s, c) = (f64::from(s), f64::from(c));
+            lane.squared_error += (s - c) * (s - c);
+            lane.squared_source += s * s;
+            lane.squared_converted += c * c;
+            lane.product += s * c;
+            lane.max_error = lane.max_error.max((s - c).abs());
+        }
+    }
+    lanes.into_iter().fold(Difference::default(), joined)
+}
+
+fn joined(a: Difference, b: Difference) -> Difference {
+    Difference {
         squared_error: a.squared_error + b.squared_error,
         squared_source: a.squared_source + b.squared_source,
         squared_converted: a.squared_converted + b.squared_converted,
         product: a.product + b.product,
         max_error: a.max_error.max(b.max_error),
-    })
+    }
 }
 
 #[cfg(test)]

@@ -253,7 +253,8 @@ fn decodes_the_references_bits_and_multiplies_by_them() {
         let (k, n) = (weight.in_features(), weight.out_features());
         let on_device = cuda.upload_weight(&weight).expect("room");
         let decoded = cuda.dequantize(&on_device).expect("weights");
-        let expected = cpu.dequantize(&weight).expect("weights");
+        let expected =
+            cpu.upload_weight(&weight).and_then(|weight| cpu.dequantize(&weight)).expect("weights");
         let differs = decoded.iter().zip(&expected).position(|(a, b)| a.to_bits() != b.to_bits());
         assert_eq!(decoded.len(), expected.len(), "{why}");
         assert_eq!(differs, None, "{why}: element {differs:?} of [{k}, {n}]");
@@ -342,7 +343,8 @@ fn panels_of_any_width_give_the_same_bits() {
 fn activations_of_any_size_keep_fp32s_accuracy() {
     let Some(cuda) = gpu() else { return };
     let weight = gptq(4, 64, 8, Order::Size(32), half_scale, false);
-    let decoded = Cpu::new(0).dequantize(&weight).expect("weights");
+    let cpu = Cpu::new(0);
+    let decoded = cpu.upload_weight(&weight).and_then(|weight| cpu.dequantize(&weight)).expect("weights");
     let on_device = cuda.upload_weight(&weight).expect("room");
     // Far outside of fp16's range: each row has its own power of two. Last, one that is much larger than the others.
     let mut rows: Vec<Vec<f32>> = [1e30, 1e-30, 1e-38, 65_504.0, 1e9, 0.0]

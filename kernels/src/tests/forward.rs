@@ -306,6 +306,7 @@ fn the_cpu_gives_the_same_bits_for_any_number_of_threads() {
         let mut y = ops.attention(&x, &x, &x, &shape).expect("shapes that fit");
         ops.add(&mut y, &x, 0.5).expect("equal shapes");
         let y = ops.rms_norm(&y, &norm, 1e-6).expect("whole rows");
+        let weight = ops.upload_weight(&weight).expect("a weight");
         let z = ops.matmul(&y, &weight, None).expect("shapes that fit");
         let z = ops.gate(&z, &y, Activation::Silu).expect("equal shapes");
         let difference = ops.difference(&x, &z).expect("equal shapes");

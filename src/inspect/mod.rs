@@ -1,10 +1,20 @@
 //! What a checkpoint is: a summary for people and programs.
+//!
+//! Takes an open checkpoint; gives an [`Inspection`] of its modules, a [`Verdict`] for each program that might
+//! load it, and at which numbers of GPUs it can be cut ([`Parallel`]). Must not write, and must not decide what
+//! becomes of anything.
 
-use crate::checkpoint::{Bias, Checkpoint, Layout, Module};
+mod parallel;
+mod verdict;
+
+pub use parallel::Parallel;
+pub use verdict::Verdict;
+
+use crate::checkpoint::{Bias, Checkpoint, Gptq, Layout, Module, ZeroEvidence, Zeros};
 use crate::verify;
 use crate::warning::{Warning, WarningCode};
 use requant_formats::exl2::Bits;
-use requant_formats::gptq::GIdxKind;
+use requant_formats::gptq::{GIdxKind, ZeroConvention};
 use serde::Serialize;
 
 /// A checkpoint, summarised.
@@ -78,7 +88,7 @@ pub enum InspectedLayout {
         /// Whether all groups but the last have `group_size` rows.
         equal_groups: bool,
         /// How zero points are stored, and how that is known.
-        zeros: crate::checkpoint::Zeros,
+        zeros: Zeros,
         /// Type of `scales`.
         scales: String,
     },
@@ -96,6 +106,79 @@ pub enum InspectedLayout {
         /// Type of its elements.
         dtype: String,
     },
+}
+
+/// What is said of a subject, and of how many others the same.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Counted {
+    /// The modules, tensors or files, the first first.
+    pub subjects: Vec<String>,
+    /// What is said.
+    pub message: String,
+}
+
+impl Counted {
+    fn add(all: &mut Vec<Self>, subject: &str, message: String) {
+        match all.iter_mut().find(|counted| counted.message == message) {
+            Some(counted) if counted.subjects.iter().any(|known| known == subject) => {}
+            Some(counted) => counted.subjects.push(subject.into()),
+            None => all.push(Self { subjects: vec![subject.into()], message }),
+        }
+    }
+}
+
+/// What the files are, in short: whether the download is whole, how zero points are stored, and act-order.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Summary {
+    /// Whether every tensor that the architecture has is there; `None` where the architecture is unknown. Files
+    /// cut short, and tensors that an index promises and no file has, are errors before there is a summary.
+    pub complete: Option<bool>,
+    /// Modules by the convention of their zero points and what tells it.
+    pub zeros: Vec<CountedZeros>,
+    /// GPTQ modules.
+    pub gptq_modules: usize,
+    /// Of these, how many have rows in act-order.
+    pub act_order_modules: usize,
+    /// `desc_act` of the configuration.
+    pub desc_act: Option<bool>,
+}
+
+/// Modules whose zero points are stored and known alike.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct CountedZeros {
+    /// The convention.
+    pub convention: ZeroConvention,
+    /// What tells it.
+    pub evidence: ZeroEvidence,
+    /// Modules.
+    pub modules: usize,
+}
+
+impl Summary {
+    /// Summarises an open checkpoint.
+    pub fn new(checkpoint: &Checkpoint) -> Self {
+        let modules = checkpoint.modules().iter();
+        let gptq: Vec<&Gptq> = modules
+            .filter_map(|module| match module.layout() {
+                Layout::Gptq(gptq) => Some(gptq),
+                _ => None,
+            })
+            .collect();
+        let mut zeros: Vec<CountedZeros> = Vec::new();
+        for Zeros { convention, evidence, .. } in gptq.iter().map(|gptq| gptq.zeros) {
+            match zeros.iter_mut().find(|z| z.convention == convention && z.evidence == evidence) {
+                Some(same) => same.modules += 1,
+                None => zeros.push(CountedZeros { convention, evidence, modules: 1 }),
+            }
+        }
+        Self {
+            complete: checkpoint.architecture().map(|_| true),
+            zeros,
+            gptq_modules: gptq.len(),
+            act_order_modules: gptq.iter().filter(|gptq| gptq.g_idx == GIdxKind::ActOrder).count(),
+            desc_act: checkpoint.quant_config().and_then(|quant| quant.desc_act),
+        }
+    }
 }
 
 impl Inspection {
