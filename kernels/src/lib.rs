@@ -21,6 +21,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod calibration;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -30,7 +31,8 @@ mod operations;
 mod tests;
 mod weight;
 
-pub use cpu::{Cpu, Loaded, Tensor};
+pub use calibration::Calibration;
+pub use cpu::{Cpu, Loaded, Sums, Tensor, cholesky};
 pub use error::Error;
 pub use operations::{Activation, Attention, Difference, Operations, Rope, TokenScore};
 pub use weight::{Dense, DenseType, Weight};

@@ -4,9 +4,12 @@
 //! fixed pieces whatever the number of threads, so results don't depend on it.
 
 mod attention;
+mod calibration;
 mod logits;
 mod product;
 mod rows;
+
+pub use calibration::{Sums, cholesky};
 
 use super::error::{Error, expect};
 use super::operations::{Activation, Attention, Difference, Operations, Rope, TokenScore};
