@@ -26,6 +26,7 @@
 #![doc = concat!("```no_run\n", include_str!("../examples/convert.rs"), "```")]
 
 pub mod arch;
+pub mod calibrate;
 pub mod checkpoint;
 pub mod convert;
 pub mod error;

@@ -196,9 +196,9 @@ impl Job {
         #[allow(clippy::expect_used, reason = "the order of calls is the caller's, and documented")]
         let plan = self.plan.take().expect("set_plan comes before run");
         let flags = std::mem::take(&mut self.identity.flags);
-        let result = self
-            .check_space(planned_bytes(checkpoint, &plan))
-            .and_then(|()| run::run(checkpoint, &plan, flags, &self.staging, true, options, observer));
+        let result = self.check_space(planned_bytes(checkpoint, &plan)).and_then(|()| {
+            run::run(checkpoint, &plan, flags, &self.staging, true, options, (&super::ByWeights, observer))
+        });
         let mut report = result.inspect_err(|error| {
             // Bad input stays bad, and what came from a source that changed is of no use.
             let changed = matches!(error, crate::Error::Checkpoint(e) if matches!(*e.fault, Fault::Changed));

@@ -22,8 +22,9 @@ pub use report::Report;
 
 use crate::checkpoint::Checkpoint;
 use crate::output::{self, Staging};
-use crate::plan::Plan;
+use crate::plan::{Exl2Decision, Plan, PlannedModule};
 use crate::progress::Observer;
+use crate::quantize::{Quantized, Source, quantize};
 use std::path::Path;
 
 /// How the output is laid out.
@@ -39,6 +40,37 @@ impl Default for ConvertOptions {
     }
 }
 
+/// Makes the EXL2 matrices that a plan decides on.
+pub trait Quantizer: Sync {
+    /// Quantizes a module. Modules come in the plan's order.
+    ///
+    /// # Errors
+    /// What the module's weights can't be, and what the quantizer itself fails at.
+    fn quantize(
+        &self,
+        module: &PlannedModule,
+        decision: &Exl2Decision,
+        source: &Source,
+    ) -> Result<Quantized, crate::Error>;
+}
+
+/// Quantizes each module by itself, by its weights alone.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ByWeights;
+
+impl Quantizer for ByWeights {
+    fn quantize(
+        &self,
+        module: &PlannedModule,
+        decision: &Exl2Decision,
+        source: &Source,
+    ) -> Result<Quantized, crate::Error> {
+        let broken = |source| Error::Matrix { module: module.source.clone(), source };
+        let cut = source.cut(decision.group_size);
+        Ok(quantize(source, &cut, &decision.bits).map_err(broken)?)
+    }
+}
+
 /// Converts `checkpoint` as `plan` says into a new directory `out`, at one go.
 ///
 /// # Errors
@@ -51,9 +83,25 @@ pub fn convert(
     options: &ConvertOptions,
     observer: &dyn Observer,
 ) -> Result<Report, crate::Error> {
+    convert_with(checkpoint, plan, out, options, &ByWeights, observer)
+}
+
+/// [`convert`] with a quantizer of one's own.
+///
+/// # Errors
+/// Those of [`convert`] and of the quantizer.
+pub fn convert_with(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    out: &Path,
+    options: &ConvertOptions,
+    quantizer: &dyn Quantizer,
+    observer: &dyn Observer,
+) -> Result<Report, crate::Error> {
     output::check_side_files(checkpoint.dir())?;
     let staging = Staging::create(out)?;
-    let report = run::run(checkpoint, plan, serde_json::Map::new(), &staging, false, options, observer)?;
+    let report =
+        run::run(checkpoint, plan, serde_json::Map::new(), &staging, false, options, (quantizer, observer))?;
     staging.commit()?;
     Ok(report)
 }

@@ -1,12 +1,12 @@
 //! One module, or one dense tensor, from the source's bytes to the output's.
 
-use super::Error;
 use super::relayout;
 use super::report::{Exactness, ReportModule, TensorOrigin};
+use super::{Error, Quantizer};
 use crate::checkpoint::{Checkpoint, Layout, Module, TensorView, transpose};
 use crate::output::{ShardWriter, TensorSpec};
 use crate::plan::{Decision, Exl2Decision, PlannedModule, PlannedTensor, specs};
-use crate::quantize::{Source, quantize, to_half};
+use crate::quantize::{Source, to_half};
 use half::{bf16, f16};
 use requant_formats::Permutation;
 use requant_formats::exl2::{Matrix, Packed};
@@ -17,6 +17,7 @@ use std::borrow::Cow;
 pub(super) fn convert(
     checkpoint: &Checkpoint,
     planned: &PlannedModule,
+    quantizer: &dyn Quantizer,
     writer: &ShardWriter,
     origins: &mut Vec<TensorOrigin>,
 ) -> Result<ReportModule, crate::Error> {
@@ -32,7 +33,7 @@ pub(super) fn convert(
     let exactness = match (&planned.decision, module) {
         (Decision::Dense(dtype), _) => write_dense(checkpoint, planned, dtype.dtype(), writer)?,
         (Decision::Exl2(decision), _) => {
-            relative_error = write_exl2(checkpoint, planned, decision, writer)?;
+            relative_error = write_exl2(checkpoint, planned, decision, quantizer, writer)?;
             Exactness::Requantized
         }
         (Decision::Gptq(decision), Some(module)) => {
@@ -196,13 +197,12 @@ fn write_exl2(
     checkpoint: &Checkpoint,
     planned: &PlannedModule,
     decision: &Exl2Decision,
+    quantizer: &dyn Quantizer,
     writer: &ShardWriter,
 ) -> Result<f64, crate::Error> {
     let module = checkpoint.part(&planned.source, planned.columns.as_ref());
     let source = quantizer_source(checkpoint, planned, module, decision)?;
-    let broken = |source| Error::Matrix { module: planned.source.clone(), source };
-    let cut = source.cut(decision.group_size);
-    let quantized = quantize(&source, &cut, &decision.bits).map_err(broken)?;
+    let quantized = quantizer.quantize(planned, decision, &source)?;
     let packed = quantized.matrix.pack();
     check_round_trip(planned, &source, &packed, quantized.squared_error)?;
     let write = |suffix: &str, bytes: &[u8]| writer.write(&format!("{}.{suffix}", planned.name), bytes);

@@ -2,7 +2,7 @@
 
 use super::done::{Outcome, Progress, Syncs};
 use super::report::{ReportModule, TensorOrigin};
-use super::{ConvertOptions, Report, config, module, preflight};
+use super::{ConvertOptions, Quantizer, Report, config, module, preflight};
 use crate::checkpoint::Checkpoint;
 use crate::output::{self, Exl2Facts, REPORT_FILE, ShardPlan, ShardWriter, Staging};
 use crate::plan::{self, Decision, DenseType, Plan, Target};
@@ -19,7 +19,7 @@ pub(super) fn run(
     staging: &Staging,
     resumable: bool,
     options: &ConvertOptions,
-    observer: &dyn Observer,
+    (quantizer, observer): (&dyn Quantizer, &dyn Observer),
 ) -> Result<Report, crate::Error> {
     let shards = ShardPlan::new(units(checkpoint, plan), options.shard_size)?;
     let losses = preflight::check(checkpoint, plan, observer)?;
@@ -34,8 +34,15 @@ pub(super) fn run(
     let modules = std::thread::scope(|scope| {
         let mut syncs = Syncs::new(scope, &writer);
         write_dense_tensors(checkpoint, plan, &writer, &mut progress, &mut syncs, &mut origins)?;
-        let done =
-            convert_modules(checkpoint, plan, &writer, &mut progress, &mut syncs, &mut origins, observer)?;
+        let done = convert_modules(
+            checkpoint,
+            plan,
+            &writer,
+            &mut progress,
+            &mut syncs,
+            &mut origins,
+            (quantizer, observer),
+        )?;
         syncs.wait()?;
         Ok::<_, crate::Error>(done)
     })?;
@@ -92,7 +99,7 @@ fn convert_modules(
     progress: &mut Progress,
     syncs: &mut Syncs<'_, '_>,
     origins: &mut Vec<TensorOrigin>,
-    observer: &dyn Observer,
+    (quantizer, observer): (&dyn Quantizer, &dyn Observer),
 ) -> Result<Vec<ReportModule>, crate::Error> {
     let to_do = || plan.modules.iter().filter(|module| progress.of(&module.name).is_none());
     let weights = to_do().map(|module| module.weights()).sum();
@@ -111,7 +118,7 @@ fn convert_modules(
             return Err(crate::Error::Cancelled);
         }
         let before = origins.len();
-        let module = module::convert(checkpoint, planned, writer, origins)?;
+        let module = module::convert(checkpoint, planned, quantizer, writer, origins)?;
         let outcome = Outcome {
             relative_error: module.relative_error,
             exactness: module.exactness,

@@ -25,6 +25,9 @@ pub(super) trait Vector: Copy {
     fn sub(self, other: Self) -> Self;
     /// Product.
     fn mul(self, other: Self) -> Self;
+    /// `self · factor + term`; rounded once where the instruction set has that, twice elsewhere. For what may
+    /// differ between instruction sets alone: error feedback.
+    fn mul_add(self, factor: Self, term: Self) -> Self;
     /// `self` where it is larger, else `other`; `other` if one is NaN.
     fn max(self, other: Self) -> Self;
     /// `self` where it is smaller, else `other`; `other` if one is NaN.
@@ -40,7 +43,7 @@ pub(super) trait Vector: Copy {
 }
 
 /// Adding and subtracting this rounds to the nearest integer, ties to even, for magnitudes below 2^22.
-const ROUND: f32 = 12_582_912.0;
+pub(super) const ROUND: f32 = 12_582_912.0;
 
 /// Columns' indices that are tried at once: sums that don't wait for each other, in the registers there are.
 const AT_ONCE: i32 = 4;

@@ -8,6 +8,7 @@
 //! `2^bits` different values, all multiples of one scale, and one EXL2 scale can follow it. The search looks
 //! at these values and how often each occurs, not at the rows.
 
+mod feedback;
 mod fit;
 mod half_precision;
 mod kernel;
@@ -19,6 +20,9 @@ mod source;
 #[cfg(test)]
 mod tests;
 
+pub use feedback::{
+    Calibrated, Feedback, FeedbackOrder, Hessian, NotTriangular, Uncalibrated, quantize_calibrated,
+};
 pub use fit::{Fit, Quantized, fit_group, fit_group_on, fit_group_with, quantize};
 pub use half_precision::{NotFinite, Rounding, to_half};
 pub use samples::Samples;

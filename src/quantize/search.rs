@@ -62,7 +62,7 @@ pub(super) struct Choice {
 }
 
 /// The smallest ceiling that doesn't decode to 0; for a group of zeros.
-const SMALLEST: f16 = f16::from_bits(1);
+pub(super) const SMALLEST: f16 = f16::from_bits(1);
 
 pub(super) fn code_range(bits: Bits) -> Range {
     Range { low: -(bits.zero() as f32), high: (bits.max_code() - bits.zero()) as f32 }
@@ -80,7 +80,8 @@ pub(super) fn steps(ceiling: f16, bits: Bits) -> Steps {
 /// Searches a group.
 pub(super) fn search(samples: &Samples<'_>, bits: Bits, search: &Search, path: SimdPath) -> Choice {
     let range = code_range(bits);
-    let wanted: Vec<Lanes> = (0..samples.panels()).map(|p| wanted_scales(samples, p, range)).collect();
+    let wanted: Vec<Lanes> =
+        (0..samples.panels()).map(|p| wanted_scales(samples.panel(p).values, range)).collect();
     let largest = wanted.iter().flatten().fold(0.0f32, |a, &b| a.max(b));
     let laps = laps(samples.panels(), search.cuts);
     let race = |ceilings: &[f16]| {
@@ -118,9 +119,9 @@ pub(super) fn search(samples: &Samples<'_>, bits: Bits, search: &Search, path: S
 }
 
 /// A ceiling and the squared error of the columns that were looked at.
-struct Runner {
-    ceiling: f16,
-    sum: f64,
+pub(super) struct Runner {
+    pub(super) ceiling: f16,
+    pub(super) sum: f64,
 }
 
 /// The panels of each lap of the race between ceilings: evenly spread ones, then as many as before in each.
@@ -133,9 +134,9 @@ pub(super) fn laps(panels: usize, cuts: u32) -> Vec<Vec<usize>> {
 }
 
 /// The smallest scale of each column that clips none of its values.
-fn wanted_scales(samples: &Samples<'_>, panel: usize, range: Range) -> Lanes {
+pub(super) fn wanted_scales(of: &[Lanes], range: Range) -> Lanes {
     let mut wanted = [0.0f32; LANES];
-    for values in samples.panel(panel).values {
+    for values in of {
         for lane in 0..LANES {
             let scale = (values[lane] / range.high).max(values[lane] / range.low);
             wanted[lane] = wanted[lane].max(scale);
@@ -150,7 +151,7 @@ fn share_between(search: &Search) -> f32 {
 }
 
 /// Different ceilings, evenly spaced, and the one that just clips nothing; none for a group of zeros.
-fn even_ceilings(largest: f32, search: &Search) -> Vec<f16> {
+pub(super) fn even_ceilings(largest: f32, search: &Search) -> Vec<f16> {
     if largest == 0.0 {
         return Vec::new();
     }
@@ -164,7 +165,12 @@ fn even_ceilings(largest: f32, search: &Search) -> Vec<f16> {
 }
 
 /// Ceilings on both sides of the two best that were not tried.
-fn finer_ceilings(tried: &[f16], best_first: &[Runner], largest: f32, search: &Search) -> Vec<f16> {
+pub(super) fn finer_ceilings(
+    tried: &[f16],
+    best_first: &[Runner],
+    largest: f32,
+    search: &Search,
+) -> Vec<f16> {
     let reach = largest * share_between(search);
     let mut finer: Vec<f16> = Vec::new();
     for best in best_first.iter().take(2) {

@@ -171,7 +171,7 @@ impl Source {
         }
     }
 
-    fn groups_of_rows(&self) -> Option<&[u32]> {
+    pub(super) fn groups_of_rows(&self) -> Option<&[u32]> {
         match &self.weights {
             Weights::Gptq(matrix) => Some(matrix.g_idx().groups()),
             Weights::Dense(_) => None,

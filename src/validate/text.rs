@@ -25,6 +25,8 @@ pub enum Text {
     /// The built-in sample.
     #[default]
     Sample,
+    /// The built-in text that models are calibrated on, which is not to judge them.
+    Calibration,
     /// A file of text: `.txt` (or another ending that says nothing) as it is, `.jsonl` and `.parquet` with the
     /// texts of their field `text` joined by empty lines.
     File(PathBuf),
@@ -74,6 +76,10 @@ impl Windows {
         let (path, ids) = match text {
             Text::TokenIds(path) => (path.clone(), read_token_ids(path)?),
             Text::Sample => (PathBuf::from("the built-in text"), tokenize(&[SAMPLE.into()], model, wanted)?),
+            Text::Calibration => {
+                let text = crate::calibrate::TEXT.into();
+                (PathBuf::from("the built-in text"), tokenize(&[text], model, wanted)?)
+            }
             Text::File(path) => (path.clone(), tokenize(&read_texts(path)?, model, wanted)?),
         };
         let ids = &ids[..ids.len().min(wanted)];
@@ -94,7 +100,7 @@ impl Windows {
             return Err(Error::TokenOutOfRange { path, id: all[position], position, vocabulary });
         }
         let name = match text {
-            Text::Sample => "built-in".into(),
+            Text::Sample | Text::Calibration => "built-in".into(),
             Text::File(path) | Text::TokenIds(path) => {
                 path.file_name().map_or(String::new(), |name| name.to_string_lossy().into_owned())
             }

@@ -50,6 +50,10 @@ impl Vector for F32x8 {
         F32x8(avx2!(_mm256_mul_ps(self.0, other.0)))
     }
     #[inline(always)]
+    fn mul_add(self, factor: Self, term: Self) -> Self {
+        F32x8(avx2!(_mm256_fmadd_ps(self.0, factor.0, term.0)))
+    }
+    #[inline(always)]
     fn max(self, other: Self) -> Self {
         F32x8(avx2!(_mm256_max_ps(self.0, other.0)))
     }
@@ -94,4 +98,4 @@ impl Vector for F32x8 {
     }
 }
 
-compile_for!("avx2", F32x8);
+compile_for!("avx2,fma", F32x8);

@@ -50,6 +50,10 @@ impl Vector for F32x16 {
         F32x16(avx512!(_mm512_mul_ps(self.0, other.0)))
     }
     #[inline(always)]
+    fn mul_add(self, factor: Self, term: Self) -> Self {
+        F32x16(avx512!(_mm512_fmadd_ps(self.0, factor.0, term.0)))
+    }
+    #[inline(always)]
     fn max(self, other: Self) -> Self {
         F32x16(avx512!(_mm512_max_ps(self.0, other.0)))
     }

@@ -9,6 +9,7 @@ mod avx2;
 mod avx512;
 mod scalar;
 
+use super::feedback::kernel::Rows;
 use super::panel::{LANES, Lanes, Panel, Range, Steps, Window};
 use crate::{Diagnose, Kind};
 use std::fmt;
@@ -81,7 +82,7 @@ impl SimdPath {
         let mut paths = vec![Self::SCALAR];
         #[cfg(target_arch = "x86_64")]
         {
-            if std::arch::is_x86_feature_detected!("avx2") {
+            if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
                 paths.push(SimdPath(Set::Avx2));
             }
             if std::arch::is_x86_feature_detected!("avx512f") {
@@ -177,6 +178,16 @@ dispatch! {
     encode(
         panel: Panel<'_>, scale: &Lanes, range: Range, table: &mut Vec<[u8; LANES]>, errors: &mut [f64; LANES]
     );
+    /// [`super::feedback::kernel::pull`].
+    pull(coefficients: &[f32], stride: usize, errors: &[Lanes], targets: &mut [Lanes]);
+    /// [`super::feedback::kernel::best_with_feedback`].
+    best_with_feedback(
+        rows: Rows<'_>, centre: &[u8; LANES], steps: &Steps, range: Range
+    ) -> ([u8; LANES], Lanes);
+    /// [`super::feedback::kernel::encode_with_feedback`].
+    encode_with_feedback(
+        rows: Rows<'_>, scale: &Lanes, range: Range, codes: &mut [[u8; LANES]], errors: &mut [Lanes]
+    ) -> [f64; LANES];
 }
 
 /// The functions of `kernel`, compiled for an instruction set. `$vector` is its vector.
@@ -186,6 +197,7 @@ macro_rules! compile_for {
         /// To be called only where the processor has the feature.
         pub(super) mod detected {
             use super::*;
+            use crate::quantize::feedback::kernel::{self as feedback, Rows};
             use crate::quantize::kernel;
             use crate::quantize::panel::{Panel, Range, Steps, Window};
 
@@ -236,6 +248,58 @@ macro_rules! compile_for {
                 }
                 // SAFETY: as above.
                 unsafe { compiled(panel, scale, range, table, errors) }
+            }
+
+            #[inline]
+            pub(in super::super) fn pull(
+                coefficients: &[f32],
+                stride: usize,
+                errors: &[Lanes],
+                targets: &mut [Lanes],
+            ) {
+                #[target_feature(enable = $feature)]
+                fn compiled(coefficients: &[f32], stride: usize, errors: &[Lanes], targets: &mut [Lanes]) {
+                    feedback::pull::<$vector>(coefficients, stride, errors, targets);
+                }
+                // SAFETY: as above.
+                unsafe { compiled(coefficients, stride, errors, targets) }
+            }
+
+            #[inline]
+            pub(in super::super) fn best_with_feedback(
+                rows: Rows<'_>,
+                centre: &[u8; LANES],
+                steps: &Steps,
+                range: Range,
+            ) -> ([u8; LANES], Lanes) {
+                #[target_feature(enable = $feature)]
+                fn compiled(r: Rows<'_>, c: &[u8; LANES], s: &Steps, range: Range) -> ([u8; LANES], Lanes) {
+                    feedback::best_with_feedback::<$vector>(r, c, s, range)
+                }
+                // SAFETY: as above.
+                unsafe { compiled(rows, centre, steps, range) }
+            }
+
+            #[inline]
+            pub(in super::super) fn encode_with_feedback(
+                rows: Rows<'_>,
+                scale: &Lanes,
+                range: Range,
+                codes: &mut [[u8; LANES]],
+                errors: &mut [Lanes],
+            ) -> [f64; LANES] {
+                #[target_feature(enable = $feature)]
+                fn compiled(
+                    rows: Rows<'_>,
+                    scale: &Lanes,
+                    range: Range,
+                    codes: &mut [[u8; LANES]],
+                    errors: &mut [Lanes],
+                ) -> [f64; LANES] {
+                    feedback::encode_with_feedback::<$vector>(rows, scale, range, codes, errors)
+                }
+                // SAFETY: as above.
+                unsafe { compiled(rows, scale, range, codes, errors) }
             }
         }
     };

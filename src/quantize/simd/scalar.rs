@@ -1,5 +1,6 @@
 //! Plain Rust: the reference of the other paths, and the path of processors without them.
 
+use crate::quantize::feedback::kernel::{self as feedback, Rows};
 use crate::quantize::kernel::{self, Vector};
 use crate::quantize::panel::{LANES, Lanes, Panel, Range, Steps, Window};
 
@@ -41,6 +42,10 @@ impl Vector for F32x4 {
     #[inline(always)]
     fn mul(self, other: Self) -> Self {
         self.zip(other, |a, b| a * b)
+    }
+    #[inline(always)]
+    fn mul_add(self, factor: Self, term: Self) -> Self {
+        self.mul(factor).add(term)
     }
     #[inline(always)]
     fn max(self, other: Self) -> Self {
@@ -96,4 +101,27 @@ pub(super) fn encode(
     errors: &mut [f64; LANES],
 ) {
     kernel::encode(panel, scale, range, table, errors);
+}
+
+pub(super) fn pull(coefficients: &[f32], stride: usize, errors: &[Lanes], targets: &mut [Lanes]) {
+    feedback::pull::<F32x4>(coefficients, stride, errors, targets);
+}
+
+pub(super) fn best_with_feedback(
+    rows: Rows<'_>,
+    centre: &[u8; LANES],
+    steps: &Steps,
+    range: Range,
+) -> ([u8; LANES], Lanes) {
+    feedback::best_with_feedback::<F32x4>(rows, centre, steps, range)
+}
+
+pub(super) fn encode_with_feedback(
+    rows: Rows<'_>,
+    scale: &Lanes,
+    range: Range,
+    codes: &mut [[u8; LANES]],
+    errors: &mut [Lanes],
+) -> [f64; LANES] {
+    feedback::encode_with_feedback::<F32x4>(rows, scale, range, codes, errors)
 }

@@ -1,0 +1,56 @@
+//! Converts a GPTQ checkpoint to EXL2 with one width for all, calibrated on text: the built-in one, or a file.
+//! Prints what each module's errors weigh, and how long it all took.
+//!
+//! ```sh
+//! cargo run --release --example calibrated -- SOURCE OUT BITS [GROUP_SIZE [WINDOWS [TEXT]]]
+//! ```
+#![allow(clippy::print_stdout)]
+
+use anyhow::Context;
+use requant::calibrate::{CalibratedQuantizer, Calibrator, DEFAULT_WINDOW, DEFAULT_WINDOWS};
+use requant::checkpoint::OpenOptions;
+use requant::convert::convert_with;
+use requant::formats::exl2::Bits;
+use requant::kernels::Cpu;
+use requant::model::Model;
+use requant::progress::Silent;
+use requant::quantize::Feedback;
+use requant::validate::{Text, Windows};
+use requant::{Checkpoint, ConvertOptions, Plan, PlanOptions, Target};
+use std::time::Instant;
+
+fn main() -> anyhow::Result<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [source, out, bits, rest @ ..] = &arguments[..] else {
+        anyhow::bail!("usage: calibrated SOURCE OUT BITS [GROUP_SIZE [WINDOWS [TEXT]]]")
+    };
+    let number = |i: usize, default: usize| rest.get(i).map_or(Ok(default), |n| n.parse());
+    let bits = Bits::try_from(bits.parse::<u32>().context("BITS is no number")?)?;
+    let (group_size, count) = (number(0, 64)?, number(1, DEFAULT_WINDOWS)?);
+    let text = rest.get(2).map_or(Text::Calibration, |path| Text::File(path.into()));
+    let started = Instant::now();
+    let checkpoint = Checkpoint::open(source.as_ref(), &OpenOptions::default())?;
+    let windows = Windows::new(&text, &checkpoint, count * DEFAULT_WINDOW, Some(DEFAULT_WINDOW), false)?;
+    let plan = Plan::new(&checkpoint, &PlanOptions::new(Target::Uniform { bits, group_size }), &Silent)?;
+    let (ops, model) = (Cpu::new(0), Model::new(&checkpoint).map_err(anyhow::Error::from)?);
+    let calibrator = Calibrator::new(&ops, &model, &windows)?;
+    let quantizer = CalibratedQuantizer::new(&checkpoint, calibrator, Feedback::default());
+    convert_with(&checkpoint, &plan, out.as_ref(), &ConvertOptions::default(), &quantizer, &Silent)?;
+    let modules = quantizer.modules();
+    for m in &modules {
+        let (order, damping) = (m.order, m.damping);
+        println!(
+            "{}: {:.6} {order:?} {damping:?} {:?}",
+            m.name,
+            m.output_error.unwrap_or(f64::NAN),
+            m.uncalibrated
+        );
+    }
+    let mean = modules.iter().filter_map(|m| m.output_error).sum::<f64>() / modules.len() as f64;
+    println!(
+        "{} windows, mean output error {mean:.6}, {:.0} s",
+        windows.count(),
+        started.elapsed().as_secs_f64()
+    );
+    Ok(())
+}
