@@ -5,6 +5,8 @@
 //! Hessian. Must not quantize.
 
 mod quantizer;
+#[cfg(test)]
+mod tests;
 
 pub use quantizer::{CalibratedModule, CalibratedQuantizer};
 

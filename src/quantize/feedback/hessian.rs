@@ -12,9 +12,9 @@ use requant_kernels::cholesky;
 pub struct Hessian {
     k: usize,
     /// How many x.
-    tokens: usize,
+    pub(super) tokens: usize,
     /// Entry (i, j ≤ i) at `i · (i + 1) / 2 + j`.
-    lower: Vec<f64>,
+    pub(super) lower: Vec<f64>,
 }
 
 /// A [`Hessian`] needs `k · (k + 1) / 2` numbers.

@@ -124,7 +124,7 @@ pub(in crate::quantize) fn encode_with_feedback<V: Vector>(
     errors: &mut [Lanes],
 ) -> [f64; LANES] {
     let mut sums = [0.0; LANES];
-    for j in 0..rows.targets.len() {
+    for (j, codes) in codes.iter_mut().enumerate() {
         let mut targets = [rows.targets[j]];
         let (before, error) = errors.split_at_mut(j);
         let coefficients = &rows.coefficients[j * rows.targets.len()..][..j];
@@ -142,7 +142,7 @@ pub(in crate::quantize) fn encode_with_feedback<V: Vector>(
             let decoded = to_half(code * scale[lane]);
             let residual = f64::from(targets[0][lane]) - f64::from(decoded);
             sums[lane] += f64::from(rows.weights[j]) * (residual * residual);
-            codes[j][lane] = (code - range.low) as i32 as u8;
+            codes[lane] = (code - range.low) as i32 as u8;
             error[0][lane] = rows.base[j][lane] - decoded;
         }
     }

@@ -6,6 +6,8 @@
 
 mod hessian;
 pub(in crate::quantize) mod kernel;
+#[cfg(test)]
+mod tests;
 
 pub use hessian::{Hessian, NotTriangular};
 
