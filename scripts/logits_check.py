@@ -5,7 +5,7 @@
     ~/.cache/requant/gptqmodel/bin/python scripts/logits_check.py target/release/requant CHECKPOINT...
 
 The Python is that of gptqmodel_check.py. Each GPTQ checkpoint is converted with `--to fp16`, which transformers
-loads as it is, and with `--to gptq --order sorted`, which folds down_proj's act-order into gate and up. Source and
+loads as it is, and with `--to gptq --zeros v2 --order sorted`, which folds down_proj's act-order into gate and up. Source and
 folded output are decoded by GPTQModel's torch layer into a dense model. Ends with 1 where fp16 logits differ at
 all, or folded ones by more than fp32 rounding: 1e-5 of the largest logit.
 """
@@ -54,7 +54,7 @@ def check(requant: str, directory: Path) -> bool:
     expected = logits(dense_model(directory))
     with tempfile.TemporaryDirectory() as temporary:
         fp16, folded = Path(temporary, "fp16"), Path(temporary, "folded")
-        for out, flags in [(fp16, ["--to", "fp16"]), (folded, ["--to", "gptq", "--order", "sorted"])]:
+        for out, flags in [(fp16, ["--to", "fp16"]), (folded, ["--to", "gptq", "--order", "sorted", "--zeros", "v2"])]:
             subprocess.run([requant, "convert", directory, *flags, "--out", out], check=True, capture_output=True)
         of_fp16 = (logits(AutoModelForCausalLM.from_pretrained(fp16, dtype=torch.float32)) - expected).abs().max()
         moved = sum(

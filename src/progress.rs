@@ -30,6 +30,27 @@ pub enum Event<'a> {
         /// The time.
         time: Duration,
     },
+    /// What a device's memory will hold; told before the work on it begins.
+    Memory(&'a DeviceMemory),
+}
+
+/// What a device's memory will hold, in bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceMemory {
+    /// The device in words.
+    pub device: String,
+    /// What can still be allocated; `None` of a device that works in the host's memory.
+    pub free: Option<u64>,
+    /// Weights that are there at a time: both models, or the largest block of each.
+    pub weights: u64,
+    /// Whether both models' weights stay there.
+    pub resident: bool,
+    /// What a block and the logits need in between.
+    pub work: u64,
+    /// Hidden states of all models and variants at the most.
+    pub states: u64,
+    /// Of these, what stays on the device: the rest is kept in the host's memory, or made in another pass.
+    pub states_on_device: u64,
 }
 
 /// Receives events; may be called from any thread.

@@ -84,6 +84,8 @@ pub enum WarningCode {
     RoundedToHalf,
     /// exllamav2 would fail on this EXL2 directory, or read it otherwise than meant.
     Exllamav2Misreads,
+    /// A device had not the memory for a validation as planned. It was made in smaller pieces, or on the CPU.
+    DeviceMemory,
     /// The target's engine reads something in the configuration differently.
     Config,
 }

@@ -236,6 +236,25 @@ fn act_order_in_what_is_cut_by_rows() {
 }
 
 #[test]
+fn parts_of_a_fused_linear_are_cut_by_themselves() {
+    let of = |intermediate: usize| {
+        let config = json!({
+            "architectures": ["Phi3ForCausalLM"], "hidden_size": 128, "intermediate_size": intermediate,
+            "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+            "rope_theta": 10000.0
+        });
+        Model::of(config, &Quantized::default()).write()
+    };
+    // Two heads of keys and values are given to four GPUs twice.
+    assert_eq!(tp(of(256).path(), "4")["works"], true);
+    // 2 · 96 columns of gate_up make four shares of 48, but gate and up are cut each: 24.
+    let found = tp(of(96).path(), "4");
+    assert_eq!(found["reasons"][0]["subjects"], json!(["model.layers.0.mlp.gate_up_proj"]));
+    let message = found["reasons"][0]["message"].as_str().unwrap();
+    assert!(message.starts_with("96 columns make no 4 shares"), "{found}");
+}
+
+#[test]
 fn heads_and_exl2() {
     let found = tp(plain().write().path(), "3");
     assert!(found["reasons"][0]["message"].as_str().unwrap().starts_with("4 attention heads"), "{found}");

@@ -130,7 +130,8 @@ fn unsupported() -> Validation {
 fn non_finite() -> Validation {
     let mut failed = passed(6, 0);
     failed.verdict = Verdict::NonFinite;
-    failed.non_finite = Some(NonFinite { model: ModelSide::Converted, layer: Some(3), token: 17 });
+    failed.non_finite =
+        Some(NonFinite { model: ModelSide::Converted, layer: Some(3), module: None, token: 17 });
     (failed.model, failed.cumulative) = (None, vec![]);
     failed.layers.iter_mut().for_each(|layer| layer.swap_in = None);
     failed.not_run = vec!["Perplexity and KL: a hidden state is not finite.".into()];

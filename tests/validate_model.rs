@@ -186,7 +186,8 @@ fn an_infinity_fails_and_names_its_block() {
     let gates = requant::validate::Gates { max_kl: Some(1e9), ..Default::default() };
     let validation = validated(copy.path(), &Options { gates, ..options() });
     assert_eq!(validation.verdict, Verdict::NonFinite);
-    let place = NonFinite { model: ModelSide::Converted, layer: Some(1), token: 0 };
+    let module = Some(DOWN.into());
+    let place = NonFinite { model: ModelSide::Converted, layer: Some(1), module, token: 0 };
     assert_eq!(validation.non_finite, Some(place));
     assert!(validation.model.is_none() && !validation.gates[0].met);
     let mut command = requant();

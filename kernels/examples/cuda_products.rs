@@ -29,7 +29,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         pairs => pairs.iter().map(|&[k, n]| (k, n)).collect(),
     };
     let cuda = Cuda::new(0, &Setup::from_environment())?;
-    println!("{}, {:.1} GiB free", cuda.name(), cuda.free_memory()? as f64 / f64::from(1 << 30));
+    println!("{}, {:.1} GiB free", cuda.name(), cuda.memory_left()? as f64 / f64::from(1 << 30));
     for (k, n) in shapes {
         for (name, weight) in [
             ("gptq-4 act-order", gptq(k, n)?),
@@ -45,10 +45,10 @@ fn main() -> Result<(), Box<dyn Error>> {
 }
 
 fn measure(cuda: &Cuda, name: &str, weight: &Weight, k: usize, n: usize) -> Result<(), Box<dyn Error>> {
-    let before = cuda.free_memory()?;
+    let before = cuda.memory_left()?;
     let on_device = cuda.upload_weight(weight)?;
     cuda.synchronize()?;
-    let bits = (before - cuda.free_memory()?) as f64 * 8.0 / (k * n) as f64;
+    let bits = (before - cuda.memory_left()?) as f64 * 8.0 / (k * n) as f64;
     let decoded = cuda.dequantize(&on_device)?;
     println!("{name}, {k} × {n}: {bits:.2} bits a weight on the device");
     for m in [1usize, 8, 16, 64, 65, 512, 2048, 8192] {

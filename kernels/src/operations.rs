@@ -22,6 +22,9 @@ pub trait Operations: Sync {
     /// The device in words, as a report names it: `2 threads of an AMD EPYC (AVX2)`, `NVIDIA H200`.
     fn name(&self) -> String;
 
+    /// Bytes of the device's own memory that can still be allocated; `None` of a device that works in the host's.
+    fn free_memory(&self) -> Result<Option<u64>, Error>;
+
     // Weights.
 
     /// Brings a weight to the device, packed or in any other form of the same numbers.

@@ -5,8 +5,8 @@
 //! an error in some engines and garbage in others.
 
 use super::Counted;
-use crate::arch::{Dims, Role};
-use crate::checkpoint::{CONFIG, Checkpoint, Gptq, Layout, Module};
+use crate::arch::{Dims, Linear, Role};
+use crate::checkpoint::{CONFIG, Checkpoint, Gptq, Layout};
 use requant_formats::gptq::GIdxKind;
 use serde::Serialize;
 
@@ -65,22 +65,24 @@ fn reasons(checkpoint: &Checkpoint, dims: &Dims, size: usize) -> Vec<Counted> {
         Counted::add(&mut reasons, CONFIG, message);
     }
     for module in checkpoint.modules() {
-        if let (Some(linear), Layout::Gptq(gptq)) = (module.linear(), module.layout())
-            && let Some(message) = uncut(module, gptq, linear.role, dims, size)
-        {
-            Counted::add(&mut reasons, module.name(), message);
+        let Layout::Gptq(gptq) = module.layout() else { continue };
+        // Each part of a fused module is cut by itself.
+        for linear in module.linears() {
+            if let Some(message) = uncut(linear, gptq, dims, size) {
+                Counted::add(&mut reasons, module.name(), message);
+            }
         }
     }
     reasons
 }
 
-/// Why a GPTQ module can't be cut.
-fn uncut(module: &Module, gptq: &Gptq, role: Role, dims: &Dims, size: usize) -> Option<String> {
-    let (k, n) = (module.in_features(), module.out_features());
-    match role {
+/// Why a linear that is stored as GPTQ can't be cut.
+fn uncut(linear: &Linear, gptq: &Gptq, dims: &Dims, size: usize) -> Option<String> {
+    let (k, n) = (linear.in_features, linear.out_features);
+    match linear.role {
         Role::Q | Role::K | Role::V | Role::Gate | Role::Up => {
             // Columns that several GPUs share aren't cut any further.
-            let parts = match role {
+            let parts = match linear.role {
                 Role::K | Role::V => size.min(dims.kv_heads),
                 _ => size,
             };

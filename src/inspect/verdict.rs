@@ -186,8 +186,8 @@ impl Judge<'_> {
         if let Some(message) = self.zeros(gptq) {
             self.object(name, message);
         }
-        let expected = module.linear().is_some_and(|linear| linear.bias);
-        if reader.needs_keys && module.bias() == Some(Bias::NonZero) && !expected {
+        let unexpected = module.linears().iter().any(|linear| !linear.bias);
+        if reader.needs_keys && module.bias() == Some(Bias::NonZero) && unexpected {
             self.object(name, "it has no place for the bias, which isn't zero, and leaves it out");
         }
     }

@@ -11,6 +11,7 @@
 mod block;
 mod load;
 mod rope;
+mod sizes;
 mod spec;
 
 pub use block::{Block, Embedding, Head, Linear, Tap};

@@ -69,14 +69,21 @@ pub fn exl2_config(source: &Map<String, Value>, facts: &Exl2Facts) -> Config {
     Config { json, notes }
 }
 
-/// The source's `config.json` with another `quantization_config`.
+/// The source's `config.json` with another `quantization_config`, and rope settings at top level as well.
 pub fn gptq_config(source: &Map<String, Value>, quantization: Map<String, Value>) -> Config {
     let mut json = source.clone();
     json.insert("quantization_config".to_owned(), Value::Object(quantization));
+    rope_for_older_readers(&mut json);
     Config { json, notes: Vec::new() }
 }
 
-/// The source's `config.json` without a quantization, for weights of type `dtype`.
+/// Programs from before transformers 5 know no `rope_parameters`: they silently take a `rope_theta` of 10000.
+fn rope_for_older_readers(json: &mut Map<String, Value>) {
+    rope::to_top_level(json, &mut Vec::new());
+}
+
+/// The source's `config.json` without a quantization, for weights of type `dtype`, and rope settings at top level
+/// as well.
 pub fn dense_config(source: &Map<String, Value>, dtype: &str) -> Config {
     let mut json = source.clone();
     json.shift_remove("quantization_config");
@@ -85,6 +92,7 @@ pub fn dense_config(source: &Map<String, Value>, dtype: &str) -> Config {
             *value = dtype.into();
         }
     }
+    rope_for_older_readers(&mut json);
     Config { json, notes: Vec::new() }
 }
 

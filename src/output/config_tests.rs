@@ -361,3 +361,15 @@ fn keys_that_exllamav2_insists_on_are_added() {
     });
     assert_eq!(converted(qwen)["vision_config"]["spatial_patch_size"], 14);
 }
+
+#[test]
+fn gptq_and_dense_outputs_state_rope_where_older_readers_look_and_change_nothing_else() {
+    let source = object(smollm2());
+    let mut expected = source.clone();
+    expected.insert("rope_theta".into(), json!(100_000.0));
+    let quantization = object(source["quantization_config"].clone());
+    assert_eq!(gptq_config(&source, quantization).json, expected);
+    expected.shift_remove("quantization_config");
+    expected.insert("dtype".into(), json!("float16"));
+    assert_eq!(dense_config(&source, "float16").json, expected);
+}

@@ -114,6 +114,9 @@ pub enum Error {
         /// In the source.
         expected: String,
     },
+    /// No device was given.
+    #[error("there is no device to validate on")]
+    NoDevices,
     /// No module of the converted model has a counterpart in the source.
     #[error("no module of the converted model is one of the source")]
     NothingInCommon,
@@ -175,6 +178,7 @@ impl Diagnose for Error {
             Self::NoBos { .. } => "validate.no_bos",
             Self::Window { .. } => "validate.window",
             Self::Mismatch { .. } => "validate.mismatch",
+            Self::NoDevices => "validate.no_devices",
             Self::NothingInCommon => "validate.nothing_in_common",
             Self::Report { .. } => "validate.report",
             Self::NoLayers { .. } => "validate.no_layers",
@@ -191,7 +195,7 @@ impl Diagnose for Error {
             Self::Device(_) => Kind::Environment,
             Self::UnknownKind { .. } | Self::NoBos { .. } | Self::Window { .. } => Kind::Usage,
             Self::NoLayers { .. } | Self::Pattern { .. } | Self::TooShort { .. } => Kind::Usage,
-            Self::NothingInCommon | Self::NoTokenizer { .. } => Kind::Usage,
+            Self::NoDevices | Self::NothingInCommon | Self::NoTokenizer { .. } => Kind::Usage,
             _ => Kind::Input,
         }
     }

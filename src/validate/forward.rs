@@ -1,25 +1,29 @@
-//! Both models over the text, block by block in step: one block of each is in memory at a time.
+//! Both models over the text, block by block in step: where they don't stay on the device, one block of each is
+//! in memory at a time.
 
 use super::layer::Checked;
+use super::memory::{LOGIT_BYTES, Room};
 use super::pair::Pair;
 use super::report::{ModelSide, NonFinite, OutputScores};
 use super::scores::Tally;
+use super::states::{Shelf, State};
+use super::store::{Store, Which};
 use super::text::Windows;
-use super::weights;
 use crate::arch::HEAD;
 use crate::checkpoint::Checkpoint;
-use crate::model::{Block, Linear, LinearId, Model};
+use crate::model::{Block, Embedding, Linear, LinearId, Model};
 use crate::progress::{Event, Observer};
-use requant_kernels::{Difference, Operations};
+use requant_kernels::{Difference, Error, Operations};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Tokens that go through a block at a time: what a block needs in between is bounded by these.
-const CHUNK_TOKENS: usize = 2048;
+/// Tokens whose activations each converted linear is checked on, in whole windows: more rows change its error by
+/// a few percent. They go through a block together, or in smaller pieces.
+const CHECK_TOKENS: usize = 2048;
 
-/// Bytes of logits of one model that are made at a time.
-const LOGIT_BYTES: usize = 64 << 20;
+/// Tokens that the head is checked on, and as many more as logits are made at a time.
+const CHECK_LOGITS: usize = 1024;
 
 /// The two models, and how their linears belong together.
 pub(super) struct Models<'a> {
@@ -28,6 +32,14 @@ pub(super) struct Models<'a> {
     pub(super) converted_files: &'a Checkpoint,
     pub(super) pairs: &'a [Pair],
     pub(super) checked: &'a [Checked],
+}
+
+/// A device, and what is done on it.
+pub(super) struct Worker<'a, O: Operations> {
+    pub(super) ops: &'a O,
+    pub(super) models: &'a Models<'a>,
+    pub(super) room: Room,
+    pub(super) store: Store<'a, O>,
 }
 
 /// What the pass found.
@@ -41,9 +53,16 @@ pub(super) struct Found {
     pub(super) head_time: Duration,
 }
 
-/// Windows that go through the model together: tokens and the rows of the first window's first token.
-pub(super) fn chunks(tokens: &[u32], window: usize) -> std::slice::Chunks<'_, u32> {
-    tokens.chunks((CHUNK_TOKENS / window).max(1) * window)
+/// Windows that go through the model together, so many tokens of them; those that linears are checked on end where
+/// a chunk does.
+pub(super) fn chunks(tokens: &[u32], window: usize, chunk: usize) -> Vec<&[u32]> {
+    let chunk = (chunk / window).max(1) * window;
+    let (checked, rest) = tokens.split_at(checked(window).min(tokens.len()));
+    checked.chunks(chunk).chain(rest.chunks(chunk)).collect()
+}
+
+fn checked(window: usize) -> usize {
+    (CHECK_TOKENS / window).max(1) * window
 }
 
 /// The place of a pair's linear in its block; `None` for the head.
@@ -60,32 +79,75 @@ impl Models<'_> {
             .collect()
     }
 
-    /// The converted linear of a pair, with the source's order of rows and columns.
-    pub(super) fn linear<O: Operations>(
-        &self,
-        ops: &O,
-        block: &Block<O>,
-        pair: usize,
-    ) -> Result<Option<Arc<Linear<O>>>, crate::Error> {
-        let Some((_, id)) = id_of(&self.pairs[pair]) else { return Ok(None) };
-        match self.pairs[pair].is_permuted() {
-            false => Ok(block.linear(id).cloned()),
-            true => weights::linear(ops, self.converted_files, &self.pairs[pair]).map(Some),
-        }
+    /// Bytes of converted linears that are on a device in the source's order, decoded to fp16.
+    pub(super) fn reordered_bytes(&self) -> u64 {
+        let permuted = self.pairs.iter().filter(|pair| pair.is_permuted() && !pair.is_head());
+        permuted.map(|pair| 2 * pair.in_features as u64 * pair.out_features as u64).sum()
     }
 }
 
-/// Runs both models, and each converted linear on the source's activations of the first `check_tokens` tokens.
+impl<'a, O: Operations> Worker<'a, O> {
+    /// # Errors
+    /// Those of the device.
+    pub(super) fn new(
+        ops: &'a O,
+        models: &'a Models<'a>,
+        windows: &Windows,
+        memory: u64,
+    ) -> Result<Self, crate::Error> {
+        let room = Room::new(ops, models, windows, memory)?;
+        let store = Store::new(ops, models, room.resident);
+        Ok(Self { ops, models, room, store })
+    }
+
+    /// Gives up memory; whether there was any to give up.
+    pub(super) fn shrink(&mut self) -> bool {
+        self.store.forget();
+        self.room.shrink()
+    }
+
+    /// The hidden states of some tokens, whole windows, before the first block.
+    pub(super) fn embed(
+        &mut self,
+        which: Which,
+        shelf: &Shelf<'_, O>,
+        tokens: &[u32],
+        window: usize,
+    ) -> Result<Vec<State<O>>, crate::Error> {
+        let (ops, embedding) = (self.ops, self.store.embedding(which)?);
+        let chunks = chunks(tokens, window, self.room.chunk);
+        chunks.into_iter().map(|tokens| Ok(shelf.put(embedding.forward(ops, tokens)?)?)).collect()
+    }
+}
+
+/// Where in a block a NaN or an infinity arises: the first linear whose output of these states holds one.
+fn culprit<O: Operations>(
+    ops: &O,
+    block: &Block<O>,
+    before: &O::Tensor,
+    window: usize,
+) -> Result<Option<LinearId>, Error> {
+    let mut first = None;
+    let mut tap = |id: LinearId, _: &O::Tensor, output: &O::Tensor| {
+        if first.is_none() && ops.first_non_finite(output)?.is_some() {
+            first = Some(id);
+        }
+        Ok(())
+    };
+    block.forward(ops, before, window, &mut tap)?;
+    Ok(first)
+}
+
+/// Runs both models, and each converted linear on the source's activations of the first tokens.
 ///
 /// # Errors
 /// Those of reading weights and of the device; [`crate::Error::Cancelled`].
 pub(super) fn run<O: Operations>(
-    ops: &O,
-    models: &Models<'_>,
+    worker: &mut Worker<'_, O>,
     windows: &Windows,
-    check_tokens: usize,
     observer: &dyn Observer,
 ) -> Result<Found, crate::Error> {
+    let (ops, models, window) = (worker.ops, worker.models, windows.window);
     let layers = models.source.layers();
     let mut found = Found {
         tally: Tally::default(),
@@ -95,24 +157,25 @@ pub(super) fn run<O: Operations>(
         head_time: Duration::ZERO,
     };
     observer.event(&Event::Stage { name: "forward", modules: layers + 1, weights: 0 });
-    let mut source = embed(ops, models.source, windows)?;
-    let mut converted = embed(ops, models.converted, windows)?;
+    let shelf = Shelf::new(ops, worker.room.on_device());
+    let mut source = worker.embed(Which::Source, &shelf, &windows.tokens, window)?;
+    let mut converted = worker.embed(Which::Converted, &shelf, &windows.tokens, window)?;
     let mut differences: BTreeMap<usize, (usize, Difference)> = BTreeMap::new();
     let mut time = Duration::ZERO;
     for layer in 0..layers {
-        let block = models.source.block(ops, layer)?;
-        let other = models.converted.block(ops, layer)?;
+        let block = worker.store.block(Which::Source, layer)?;
+        let other = worker.store.block(Which::Converted, layer)?;
         let pairs = models.pairs_of(layer);
         let mut linears: BTreeMap<LinearId, Arc<Linear<O>>> = BTreeMap::new();
-        for (&id, &pair) in &pairs {
-            if let Some(linear) = models.linear(ops, &other, pair)?.filter(|_| !models.checked[pair].exact) {
+        for (&id, &pair) in pairs.iter().filter(|(_, pair)| !models.checked[**pair].exact) {
+            if let Some(linear) = worker.store.linear(&other, pair)? {
                 linears.insert(id, linear);
             }
         }
         let mut token = 0;
         for (source, converted) in source.iter_mut().zip(&mut converted) {
             cancel(observer)?;
-            let checks = token < check_tokens;
+            let checks = token < checked(window);
             let mut tap = |id: LinearId, input: &O::Tensor, output: &O::Tensor| {
                 let Some(&pair) = pairs.get(&id).filter(|_| checks) else { return Ok(()) };
                 let difference = match linears.get(&id) {
@@ -125,34 +188,55 @@ pub(super) fn run<O: Operations>(
                 add(sums, &difference);
                 Ok(())
             };
-            *source = block.forward(ops, source, windows.window, &mut tap)?;
-            let started = Instant::now();
-            *converted = other.forward(ops, converted, windows.window, &mut |_, _, _| Ok(()))?;
-            time += started.elapsed();
-            for (model, hidden) in [(ModelSide::Source, &*source), (ModelSide::Converted, &*converted)] {
-                if let Some(row) = ops.first_non_finite(hidden)? {
-                    found.non_finite = Some(NonFinite { model, layer: Some(layer), token: token + row });
-                    found.outputs = outputs(&differences);
-                    return Ok(found);
+            let mut broken: Option<(ModelSide, usize, Option<LinearId>)> = None;
+            shelf.replace(source, |before| {
+                let after = block.forward(ops, before, window, &mut tap)?;
+                if let Some(row) = ops.first_non_finite(&after)? {
+                    broken = Some((ModelSide::Source, row, culprit(ops, &block, before, window)?));
                 }
+                Ok(after)
+            })?;
+            if broken.is_none() {
+                let started = Instant::now();
+                shelf.replace(converted, |before| {
+                    let after = other.forward(ops, before, window, &mut |_, _, _| Ok(()))?;
+                    if let Some(row) = ops.first_non_finite(&after)? {
+                        broken = Some((ModelSide::Converted, row, culprit(ops, &other, before, window)?));
+                    }
+                    Ok(after)
+                })?;
+                time += started.elapsed();
             }
-            token += ops.shape(source).0;
+            if let Some((model, row, id)) = broken {
+                let pair = id.and_then(|id| pairs.get(&id)).map(|&pair| &models.pairs[pair]);
+                let name = |pair: &Pair| match model {
+                    ModelSide::Converted => pair.converted.clone(),
+                    _ => pair.source.clone(),
+                };
+                let (module, token) = (pair.map(name), token + row);
+                found.non_finite = Some(NonFinite { model, layer: Some(layer), module, token });
+                found.outputs = outputs(&differences);
+                return Ok(found);
+            }
+            token += shelf.count(source);
         }
         observer.event(&Event::Module { name: &format!("block {layer}"), weights: 0 });
     }
     found.block_time = time / (layers * windows.tokens.len()).max(1) as u32;
     let started = Instant::now();
-    let heads = (models.source.head(ops)?, models.converted.head(ops)?);
+    let heads = (worker.store.head(Which::Source)?, worker.store.head(Which::Converted)?);
     let head_pair = models.pairs.iter().position(Pair::is_head);
     let mut first = 0;
     for (source, converted) in source.iter().zip(&converted) {
         let part = Logits { vocabulary: models.source.vocabulary(), windows, first };
-        for rows in part.parts(ops.shape(source).0) {
+        // What the head is checked on doesn't depend on the device's memory, where that is not small.
+        let most = if first < CHECK_LOGITS { LOGIT_BYTES } else { usize::MAX };
+        for rows in part.parts(shelf.count(source), most.min(worker.room.logits)) {
             cancel(observer)?;
-            let source = ops.select_rows(source, &rows)?;
-            let converted = ops.select_rows(converted, &rows)?;
+            let source = shelf.rows(source, &rows)?;
+            let converted = shelf.rows(converted, &rows)?;
             let logits = heads.0.logits(ops, &source)?;
-            if let Some(pair) = head_pair.filter(|_| first + (rows[0] as usize) < check_tokens) {
+            if let Some(pair) = head_pair.filter(|_| first + (rows[0] as usize) < CHECK_LOGITS) {
                 let of_head = match models.checked[pair].exact {
                     true => ops.difference(&logits, &logits)?,
                     false => ops.difference(&logits, &heads.1.logits(ops, &source)?)?,
@@ -165,14 +249,14 @@ pub(super) fn run<O: Operations>(
             for (model, logits) in [(ModelSide::Source, &logits), (ModelSide::Converted, &others)] {
                 if let Some(row) = ops.first_non_finite(logits)? {
                     let token = first + rows[row] as usize;
-                    found.non_finite = Some(NonFinite { model, layer: None, token });
+                    found.non_finite = Some(NonFinite { model, layer: None, module: None, token });
                     found.outputs = outputs(&differences);
                     return Ok(found);
                 }
             }
             part.score(ops, &logits, &others, &rows, &mut found.tally)?;
         }
-        first += ops.shape(source).0;
+        first += shelf.count(source);
     }
     found.head_time = started.elapsed() / (2 * windows.tokens.len()).max(1) as u32;
     found.outputs = outputs(&differences);
@@ -183,21 +267,11 @@ pub(super) fn run<O: Operations>(
 /// The hidden states of all windows before the first block.
 pub(super) fn embed<O: Operations>(
     ops: &O,
-    model: &Model<'_>,
+    embedding: &Embedding<O>,
     windows: &Windows,
 ) -> Result<Vec<O::Tensor>, crate::Error> {
-    embed_tokens(ops, model, &windows.tokens, windows.window)
-}
-
-/// Those of some tokens, whole windows.
-pub(super) fn embed_tokens<O: Operations>(
-    ops: &O,
-    model: &Model<'_>,
-    tokens: &[u32],
-    window: usize,
-) -> Result<Vec<O::Tensor>, crate::Error> {
-    let embedding = model.embedding(ops)?;
-    chunks(tokens, window).map(|tokens| Ok(embedding.forward(ops, tokens)?)).collect()
+    let chunks = chunks(&windows.tokens, windows.window, CHECK_TOKENS);
+    chunks.into_iter().map(|tokens| Ok(embedding.forward(ops, tokens)?)).collect()
 }
 
 pub(super) fn cancel(observer: &dyn Observer) -> Result<(), crate::Error> {
@@ -213,9 +287,9 @@ pub(super) struct Logits<'a> {
 }
 
 impl Logits<'_> {
-    /// The rows of a chunk in parts whose logits fit.
-    pub(super) fn parts(&self, rows: usize) -> Vec<Vec<u32>> {
-        let most = (LOGIT_BYTES / (4 * self.vocabulary.max(1))).max(1);
+    /// The rows of a chunk in parts whose logits take so many bytes.
+    pub(super) fn parts(&self, rows: usize, bytes: usize) -> Vec<Vec<u32>> {
+        let most = (bytes / (4 * self.vocabulary.max(1))).max(1);
         let all: Vec<u32> = (0..rows as u32).collect();
         all.chunks(most).map(<[u32]>::to_vec).collect()
     }

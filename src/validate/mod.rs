@@ -3,20 +3,25 @@
 //! Takes a source, what was made of it, and a device; gives a [`Validation`]. Must not write. What is wrong
 //! with the converted model is a result, not an error.
 
+mod devices;
 mod error;
 mod fault;
 mod forward;
 mod gates;
 mod layer;
+mod memory;
 mod options;
 pub mod page;
 mod pair;
 mod perplexity;
 pub mod report;
 mod scores;
+mod states;
+mod store;
 pub mod summary;
 mod swap;
 mod text;
+mod variant;
 mod weights;
 
 pub use error::{Error, LineProblem};
@@ -29,21 +34,19 @@ pub use text::{Text, Windows};
 use crate::checkpoint::Checkpoint;
 use crate::model::Model;
 use crate::progress::{Event, Observer};
+use devices::{Device, Shares, Spare};
 use layer::Checked;
 use report::{BlockScores, Conditions, ModelSide, NonFinite, Side, SwapScores, Verdict};
 use requant_kernels::Operations;
+use variant::Variant;
 
 /// Tokens of a window where none is named.
 pub const DEFAULT_WINDOW: usize = 512;
 
-/// Tokens whose activations each converted linear is checked on: more rows change its error by a few percent.
-const CHECK_TOKENS: usize = 1024;
-
-/// Validates `converted`, which was made of `source`, on a device.
+/// Validates `converted`, which was made of `source`, on a device; see [`validate_on`].
 ///
 /// # Errors
-/// A text or a report that can't be used, models that don't belong together, weights that don't decode, a
-/// device that fails; [`crate::Error::Cancelled`]. Faults of the converted model are in the [`Verdict`].
+/// Those of [`validate_on`].
 pub fn validate<O: Operations>(
     source: &Checkpoint,
     converted: &Checkpoint,
@@ -51,6 +54,28 @@ pub fn validate<O: Operations>(
     ops: &O,
     observer: &dyn Observer,
 ) -> Result<Validation, crate::Error> {
+    validate_on(source, converted, options, std::slice::from_ref(ops), observer)
+}
+
+/// Validates `converted`, which was made of `source`, on any number of devices: the models as wholes on the first,
+/// single layers on all. Equal devices give the same figures as one of them.
+///
+/// What doesn't fit into a device's memory is loaded block by block and kept in the host's; where it runs out
+/// nevertheless, pieces get smaller, and at last the CPU takes over: a warning of the [`Validation`] says so.
+///
+/// # Errors
+/// No device, a text or a report that can't be used, models that don't belong together, weights that don't decode, a
+/// device that fails; [`crate::Error::Cancelled`]. Faults of the converted model are in the [`Verdict`].
+pub fn validate_on<O: Operations>(
+    source: &Checkpoint,
+    converted: &Checkpoint,
+    options: &Options,
+    devices: &[O],
+    observer: &dyn Observer,
+) -> Result<Validation, crate::Error> {
+    if devices.is_empty() {
+        return Err(Error::NoDevices.into());
+    }
     source.require_decodable()?;
     converted.require_decodable()?;
     let pairs = pair::pairs(source, converted)?;
@@ -61,7 +86,7 @@ pub fn validate<O: Operations>(
         Err(_) => None,
     };
     let checked = layer::check(source, converted, &pairs, observer)?;
-    let mut validation = begin(source, converted, windows.as_ref(), &ops.name(), &checked);
+    let mut validation = begin(source, converted, windows.as_ref(), devices::in_words(devices), &checked);
     match (&models, &windows) {
         (Ok((a, b)), Some(windows)) => {
             let models = forward::Models {
@@ -71,7 +96,7 @@ pub fn validate<O: Operations>(
                 pairs: &pairs,
                 checked: &checked,
             };
-            compare(ops, &models, windows, options, &mut validation, observer)?;
+            compare(devices, &models, windows, options, &mut validation, observer)?;
         }
         (Err(why), _) => validation.not_run.push(format!("Perplexity, KL and the outputs of layers: {why}.")),
         _ => {}
@@ -97,7 +122,7 @@ fn begin(
     source: &Checkpoint,
     converted: &Checkpoint,
     windows: Option<&Windows>,
-    device: &str,
+    device: String,
     checked: &[Checked],
 ) -> Validation {
     let warnings = source.warnings().iter().chain(converted.warnings()).cloned().collect();
@@ -114,7 +139,7 @@ fn begin(
             bos: windows.is_some_and(|w| w.bos),
             layer_tokens: 0,
             layer_perplexity: None,
-            device: device.into(),
+            device,
         },
         verdict: Verdict::Passed,
         non_finite: None,
@@ -129,14 +154,44 @@ fn begin(
 
 /// The whole models, then one layer at a time.
 fn compare<O: Operations>(
-    ops: &O,
+    devices: &[O],
     models: &forward::Models<'_>,
     windows: &Windows,
     options: &Options,
     validation: &mut Validation,
     observer: &dyn Observer,
 ) -> Result<(), crate::Error> {
-    let found = forward::run(ops, models, windows, CHECK_TOKENS, observer)?;
+    // The host's memory is shared, and a device's own is not.
+    let memory = options.memory / devices.len() as u64;
+    let spare = Spare::new();
+    let device = |ops| Device::new(ops, &spare, models, windows, memory);
+    let mut devices: Vec<Device<'_, O>> = devices.iter().map(device).collect::<Result<_, _>>()?;
+    let (count, tokens) = match &options.swap_in {
+        // How many there will be doesn't depend on the errors.
+        Some(SwapIn { layers, tokens }) => {
+            let errors = vec![0.0; models.pairs.len()];
+            (variant::variants(models, layers, &errors)?.len(), windows.first(*tokens))
+        }
+        None => (0, &windows.tokens[..0]),
+    };
+    for device in &devices {
+        device.state_memory(count.div_ceil(devices.len()), tokens.len(), observer);
+    }
+    let measured = measure(&mut devices, models, windows, options, validation, observer);
+    validation.warnings.extend(devices.into_iter().flat_map(|device| device.warnings));
+    measured
+}
+
+fn measure<O: Operations>(
+    devices: &mut [Device<'_, O>],
+    models: &forward::Models<'_>,
+    windows: &Windows,
+    options: &Options,
+    validation: &mut Validation,
+    observer: &dyn Observer,
+) -> Result<(), crate::Error> {
+    let Some(first) = devices.first_mut() else { return Err(Error::NoDevices.into()) };
+    let found = first.forward(observer)?;
     for (&pair, &output) in &found.outputs {
         validation.layers[pair].output = Some(output);
     }
@@ -155,20 +210,17 @@ fn compare<O: Operations>(
         .iter()
         .map(|layer| layer.output.map_or(layer.weight_error, |o| o.relative_error))
         .collect();
-    let variants = swap::variants(models, &swap_in.layers, &errors)?;
+    let variants = variant::variants(models, &swap_in.layers, &errors)?;
     let tokens = windows.first(swap_in.tokens);
     validation.conditions.layer_tokens = tokens.len();
-    let bytes = (windows.window * models.source.hidden() * 4) as u64;
-    let count = tokens.len().div_ceil(windows.window);
-    let schedule = swap::Schedule::new(variants.len(), count, bytes, options.memory);
-    let layers = models.source.layers();
-    let estimate =
-        swap::estimate(&variants, &schedule, layers, tokens.len(), found.block_time, found.head_time);
+    let shares = Shares::new(devices, variants.len(), windows, tokens.len());
+    let mut scores = Vec::new();
     if !variants.is_empty() {
-        observer.event(&Event::Estimate { stage: "swap-in", time: estimate });
+        let time = shares.estimate(&variants, models.source.layers(), &found);
+        observer.event(&Event::Estimate { stage: "swap-in", time });
+        scores = devices::swap_in(devices, windows, tokens, &variants, &shares, observer)?;
     }
-    let scores = swap::run(ops, models, windows, tokens, &variants, &schedule, observer)?;
-    let perplexity = found.tally.source_perplexity(count);
+    let perplexity = found.tally.source_perplexity(tokens.len().div_ceil(windows.window));
     validation.conditions.layer_perplexity = Some(perplexity);
     enter(validation, models, &variants, perplexity, &scores, &swap_in.layers);
     Ok(())
@@ -178,25 +230,27 @@ fn compare<O: Operations>(
 fn enter(
     validation: &mut Validation,
     models: &forward::Models<'_>,
-    variants: &[swap::Variant],
+    variants: &[Variant],
     source_perplexity: f64,
     scores: &[SwapScores],
     layers: &Layers,
 ) {
     for (variant, &scores) in variants.iter().zip(scores) {
         if !(scores.perplexity.is_finite() && scores.kl.is_finite()) {
-            let layer = match variant {
-                swap::Variant::Linear { layer, .. } | swap::Variant::Blocks { layer } => Some(*layer),
-                swap::Variant::Head { .. } => None,
+            let (layer, pair) = match variant {
+                Variant::Linear { layer, pairs } => (Some(*layer), pairs.first()),
+                Variant::Blocks { layer } => (Some(*layer), None),
+                Variant::Head { pair } => (None, Some(pair)),
             };
-            validation.non_finite = Some(NonFinite { model: ModelSide::Variant, layer, token: 0 });
+            let module = pair.map(|&pair| models.pairs[pair].source.clone());
+            validation.non_finite = Some(NonFinite { model: ModelSide::Variant, layer, module, token: 0 });
         }
         match variant {
-            swap::Variant::Linear { pairs, .. } => {
+            Variant::Linear { pairs, .. } => {
                 pairs.iter().for_each(|&pair| validation.layers[pair].swap_in = Some(scores));
             }
-            swap::Variant::Head { pair } => validation.layers[*pair].swap_in = Some(scores),
-            swap::Variant::Blocks { layer } => {
+            Variant::Head { pair } => validation.layers[*pair].swap_in = Some(scores),
+            Variant::Blocks { layer } => {
                 let SwapScores { perplexity, kl } = scores;
                 validation.cumulative.push(BlockScores { layer: *layer, perplexity, kl });
             }

@@ -1,6 +1,7 @@
 //! The perplexity of one model.
 
 use super::forward::{Logits, cancel, embed};
+use super::memory::LOGIT_BYTES;
 use super::text::Windows;
 use crate::checkpoint::Checkpoint;
 use crate::model::Model;
@@ -35,7 +36,7 @@ pub fn perplexity<O: Operations>(
 ) -> Result<Perplexity, crate::Error> {
     let model = Model::new(checkpoint).map_err(super::Error::from)?;
     observer.event(&Event::Stage { name: "forward", modules: model.layers() + 1, weights: 0 });
-    let mut hidden = embed(ops, &model, windows)?;
+    let mut hidden = embed(ops, &model.embedding(ops)?, windows)?;
     for layer in 0..model.layers() {
         let block = model.block(ops, layer)?;
         for hidden in &mut hidden {
@@ -48,7 +49,7 @@ pub fn perplexity<O: Operations>(
     let (mut sum, mut predictions, mut first) = (0.0, 0, 0);
     for hidden in &hidden {
         let part = Logits { vocabulary: model.vocabulary(), windows, first };
-        for rows in part.parts(ops.shape(hidden).0) {
+        for rows in part.parts(ops.shape(hidden).0, LOGIT_BYTES) {
             cancel(observer)?;
             let logits = head.logits(ops, &ops.select_rows(hidden, &rows)?)?;
             let targets: Vec<Option<u32>> = rows.iter().map(|&row| part.target(row)).collect();

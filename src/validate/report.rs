@@ -115,12 +115,15 @@ pub enum Verdict {
 }
 
 /// Where a NaN or an infinity was met.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct NonFinite {
     /// In which model.
     pub model: ModelSide,
     /// The block whose output holds it; `None` for the logits.
     pub layer: Option<usize>,
+    /// The first linear of the block whose output holds it: its name in that model. `None` where it arose
+    /// elsewhere in the block, or in the logits.
+    pub module: Option<String>,
     /// Place of the token in the text.
     pub token: usize,
 }

@@ -49,6 +49,19 @@ impl Tally {
         }
     }
 
+    /// Adds what was collected of other windows.
+    pub(super) fn append(&mut self, other: Self) {
+        if self.windows.len() < other.windows.len() {
+            self.windows.resize_with(other.windows.len(), Sums::default);
+        }
+        for (sums, more) in self.windows.iter_mut().zip(other.windows).filter(|(_, more)| more.positions > 0)
+        {
+            debug_assert_eq!(sums.positions, 0, "a window belongs to one pass");
+            *sums = more;
+        }
+        self.divergences.extend(other.divergences);
+    }
+
     fn total(&self) -> Sums {
         self.windows.iter().fold(Sums::default(), |total, sums| Sums {
             predictions: total.predictions + sums.predictions,

@@ -24,15 +24,19 @@ pub fn headline(validation: &Validation) -> String {
             1 => "Broken: 1 layer does not hold what the conversion promised.".into(),
             n => format!("Broken: {n} layers do not hold what the conversion promised."),
         },
-        Verdict::NonFinite => match validation.non_finite {
+        Verdict::NonFinite => match &validation.non_finite {
             Some(found) => format!("Failed: a NaN or an infinity in {}.", place(found)),
             None => "Failed: a NaN or an infinity turned up.".into(),
         },
     }
 }
 
-fn place(found: NonFinite) -> String {
+fn place(found: &NonFinite) -> String {
     let block = found.layer.map_or("the logits".into(), |layer| format!("block {layer}"));
+    let block = match &found.module {
+        Some(module) => format!("the output of {module}, {block}"),
+        None => block,
+    };
     match found.model {
         ModelSide::Source => format!("{block} of the source, at token {}", found.token),
         ModelSide::Converted => format!("{block} of the converted model, at token {}", found.token),

@@ -4,109 +4,18 @@
 //! the converted linear is computed. Their hidden states share a budget of memory; where it doesn't hold all
 //! windows, or not even one window of all variants, several passes are made.
 
-use super::forward::{Logits, Models, cancel, chunks, embed_tokens, id_of};
-use super::options::Layers;
-use super::report::SwapScores;
+use super::forward::{Logits, Worker, cancel, chunks, id_of};
 use super::scores::Tally;
+use super::states::{Shelf, State};
+use super::store::Which;
 use super::text::Windows;
-use crate::arch::Role;
-use crate::model::{Block, Linear, LinearId, Model};
+use super::variant::Variant;
+use crate::model::{Block, Linear, LinearId};
 use crate::progress::{Event, Observer};
-use fancy_regex::Regex;
 use requant_kernels::Operations;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
-
-/// A model that is the source but for a part.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) enum Variant {
-    /// These pairs of one block are converted: a linear, or one projection of all experts.
-    Linear { layer: usize, pairs: Vec<usize> },
-    /// The head is.
-    Head { pair: usize },
-    /// All blocks up to this one are.
-    Blocks { layer: usize },
-}
-
-impl Variant {
-    /// The first block after which it isn't the source any more.
-    fn layer(&self) -> Option<usize> {
-        match self {
-            Self::Linear { layer, .. } | Self::Blocks { layer } => Some(*layer),
-            Self::Head { .. } => None,
-        }
-    }
-}
-
-/// The variants that a choice of layers asks for; those that are the source to the bit are left out, as their
-/// divergence is known to be 0.
-///
-/// # Errors
-/// A pattern that is none, or that no name matches.
-pub(super) fn variants(
-    models: &Models<'_>,
-    layers: &Layers,
-    errors: &[f64],
-) -> Result<Vec<Variant>, super::Error> {
-    let mut units: BTreeMap<(usize, Role), Vec<usize>> = BTreeMap::new();
-    for (i, pair) in models.pairs.iter().enumerate() {
-        if let Some((layer, id)) = id_of(pair) {
-            units.entry((layer, id.role)).or_default().push(i);
-        }
-    }
-    let mut all: Vec<Variant> = (units.into_iter())
-        .map(|((layer, _), pairs)| Variant::Linear { layer, pairs })
-        .chain(models.pairs.iter().position(super::pair::Pair::is_head).map(|pair| Variant::Head { pair }))
-        .collect();
-    let members = |variant: &Variant| match variant {
-        Variant::Linear { pairs, .. } => pairs.clone(),
-        Variant::Head { pair } => vec![*pair],
-        Variant::Blocks { .. } => Vec::new(),
-    };
-    let converted = |variant: &Variant| members(variant).iter().any(|&pair| !models.checked[pair].exact);
-    match layers {
-        Layers::All => {
-            all.retain(converted);
-            let changed: Vec<usize> = all.iter().filter_map(Variant::layer).collect();
-            all.extend(
-                (0..models.source.layers())
-                    .filter(|l| changed.contains(l))
-                    .map(|layer| Variant::Blocks { layer }),
-            );
-        }
-        Layers::Worst(count) => {
-            all.retain(converted);
-            let error =
-                |variant: &Variant| members(variant).iter().map(|&pair| errors[pair]).fold(0.0, f64::max);
-            all.sort_by(|a, b| error(b).total_cmp(&error(a)));
-            all.truncate(*count);
-        }
-        Layers::Matching(pattern) => {
-            let failed = |e: fancy_regex::Error| super::Error::Pattern {
-                pattern: pattern.clone(),
-                message: e.to_string(),
-            };
-            let regex = Regex::new(pattern).map_err(failed)?;
-            let mut kept = Vec::new();
-            for variant in all {
-                let mut matches = false;
-                for pair in members(&variant) {
-                    matches |= regex.is_match(&models.pairs[pair].source).map_err(failed)?;
-                }
-                if matches {
-                    kept.push(variant);
-                }
-            }
-            if kept.is_empty() {
-                return Err(super::Error::NoLayers { pattern: pattern.clone() });
-            }
-            kept.retain(converted);
-            all = kept;
-        }
-    }
-    Ok(all)
-}
 
 /// How the work is cut up.
 pub(super) struct Schedule {
@@ -128,6 +37,21 @@ impl Schedule {
         }
     }
 
+    /// How long it will take, by what a token took before.
+    pub(super) fn estimate(
+        &self,
+        variants: &[Variant],
+        layers: usize,
+        tokens: usize,
+        block_time: Duration,
+        head_time: Duration,
+    ) -> Duration {
+        let groups = variants.len().div_ceil(self.variants.max(1));
+        let blocks = block_time.as_secs_f64() * block_count(variants, layers, groups) as f64;
+        let heads = head_time.as_secs_f64() * (variants.len() + groups) as f64;
+        Duration::from_secs_f64((blocks + heads) * tokens as f64)
+    }
+
     /// Passes over the model.
     pub(super) fn passes(&self, variants: usize, windows: usize) -> usize {
         windows.div_ceil(self.windows.max(1)) * variants.div_ceil(self.variants.max(1))
@@ -147,120 +71,109 @@ fn block_count(variants: &[Variant], layers: usize, groups: usize) -> usize {
     blocks + groups * layers * (1 + usize::from(converted))
 }
 
-/// How long it will take, by what a token took before.
-pub(super) fn estimate(
-    variants: &[Variant],
-    schedule: &Schedule,
-    layers: usize,
-    tokens: usize,
-    block_time: Duration,
-    head_time: Duration,
-) -> Duration {
-    let groups = variants.len().div_ceil(schedule.variants);
-    let blocks = block_time.as_secs_f64() * block_count(variants, layers, groups) as f64;
-    let heads = head_time.as_secs_f64() * (variants.len() + groups) as f64;
-    Duration::from_secs_f64((blocks + heads) * tokens as f64)
-}
-
-/// Each variant's scores, in their order.
-///
-/// # Errors
-/// Those of reading weights and of the device; [`crate::Error::Cancelled`].
-pub(super) fn run<O: Operations>(
-    ops: &O,
-    models: &Models<'_>,
-    windows: &Windows,
-    tokens: &[u32],
-    variants: &[Variant],
-    schedule: &Schedule,
-    observer: &dyn Observer,
-) -> Result<Vec<SwapScores>, crate::Error> {
-    if variants.is_empty() {
-        return Ok(Vec::new());
-    }
-    let mut tallies = vec![Tally::default(); variants.len()];
-    let count = tokens.len().div_ceil(windows.window);
-    let passes = schedule.passes(variants.len(), count);
-    let layers = models.source.layers();
-    observer.event(&Event::Stage { name: "swap-in", modules: passes * (layers + 1), weights: 0 });
-    let indices: Vec<usize> = (0..variants.len()).collect();
-    let mut first = 0;
-    for part in tokens.chunks(schedule.windows * windows.window) {
-        for group in indices.chunks(schedule.variants) {
-            let pass = Pass { ops, models, windows, part, first, variants, group };
-            pass.run(&mut tallies, observer)?;
-        }
-        first += part.len();
-    }
-    Ok(tallies.iter().map(Tally::variant).collect())
-}
-
 /// Some variants over some windows.
-struct Pass<'a, O: Operations> {
-    ops: &'a O,
-    models: &'a Models<'a>,
-    windows: &'a Windows,
-    part: &'a [u32],
+pub(super) struct Pass<'a> {
+    pub(super) windows: &'a Windows,
+    pub(super) part: &'a [u32],
     /// The place of its first token in the text.
-    first: usize,
-    variants: &'a [Variant],
+    pub(super) first: usize,
+    pub(super) variants: &'a [Variant],
     /// Which of the variants.
-    group: &'a [usize],
+    pub(super) group: &'a [usize],
+}
+
+impl<'a> Pass<'a> {
+    /// All passes of some of the variants.
+    pub(super) fn all(
+        windows: &'a Windows,
+        tokens: &'a [u32],
+        variants: &'a [Variant],
+        share: &'a [usize],
+        schedule: &Schedule,
+    ) -> Vec<Self> {
+        let mut passes = Vec::new();
+        let mut first = 0;
+        for part in tokens.chunks(schedule.windows * windows.window) {
+            let groups = share.chunks(schedule.variants.max(1));
+            passes.extend(groups.map(|group| Self { windows, part, first, variants, group }));
+            first += part.len();
+        }
+        passes
+    }
 }
 
 /// Hidden states, a chunk of windows each.
-type States<O> = Vec<<O as Operations>::Tensor>;
+type States<O> = Vec<State<O>>;
 
 /// A linear and its place in a block.
 type Placed<O> = (LinearId, Arc<Linear<O>>);
 
-impl<O: Operations> Pass<'_, O> {
-    fn run(&self, tallies: &mut [Tally], observer: &dyn Observer) -> Result<(), crate::Error> {
-        let (ops, window) = (self.ops, self.windows.window);
-        let embed = |model: &Model<'_>| embed_tokens(ops, model, self.part, window);
-        let mut source = embed(self.models.source)?;
-        let cumulative = self.group.iter().any(|&v| matches!(self.variants[v], Variant::Blocks { .. }));
-        let mut converted = if cumulative { embed(self.models.converted)? } else { Vec::new() };
+impl<O: Operations> Worker<'_, O> {
+    /// What a pass says of each of its variants.
+    ///
+    /// # Errors
+    /// Those of reading weights and of the device; [`crate::Error::Cancelled`].
+    pub(super) fn pass(
+        &mut self,
+        pass: &Pass<'_>,
+        observer: &dyn Observer,
+    ) -> Result<BTreeMap<usize, Tally>, crate::Error> {
+        let (ops, models, window) = (self.ops, self.models, pass.windows.window);
+        let shelf = Shelf::new(ops, self.room.on_device());
+        let through = |block: &Block<O>, states: &mut States<O>| {
+            states.iter_mut().try_for_each(|state| {
+                cancel(observer)?;
+                let work = |hidden: &O::Tensor| block.forward(ops, hidden, window, &mut |_, _, _| Ok(()));
+                Ok::<(), crate::Error>(shelf.replace(state, work)?)
+            })
+        };
+        let copy = |states: &States<O>| -> Result<States<O>, crate::Error> {
+            states.iter().map(|state| Ok(shelf.copy(state)?)).collect()
+        };
+        let mut source = self.embed(Which::Source, &shelf, pass.part, window)?;
+        let cumulative = pass.group.iter().any(|&v| matches!(pass.variants[v], Variant::Blocks { .. }));
+        let mut converted = match cumulative {
+            true => self.embed(Which::Converted, &shelf, pass.part, window)?,
+            false => Vec::new(),
+        };
         let mut live: BTreeMap<usize, States<O>> = BTreeMap::new();
-        for layer in 0..self.models.source.layers() {
+        for layer in 0..models.source.layers() {
             cancel(observer)?;
-            let block = self.models.source.block(ops, layer)?;
-            for states in live.values_mut() {
-                self.forward(&block, states, observer)?;
-            }
+            let block = self.store.block(Which::Source, layer)?;
+            live.values_mut().try_for_each(|states| through(&block, states))?;
             let born: Vec<usize> =
-                self.group.iter().copied().filter(|&v| self.variants[v].layer() == Some(layer)).collect();
+                pass.group.iter().copied().filter(|&v| pass.variants[v].layer() == Some(layer)).collect();
             if cumulative || !born.is_empty() {
-                let other = self.models.converted.block(ops, layer)?;
+                let other = self.store.block(Which::Converted, layer)?;
                 for &variant in &born {
-                    if let Variant::Linear { pairs, .. } = &self.variants[variant] {
+                    if let Variant::Linear { pairs, .. } = &pass.variants[variant] {
                         let swapped = block.with(&self.linears(&other, pairs)?);
-                        let mut states = self.copy(&source)?;
-                        self.forward(&swapped, &mut states, observer)?;
+                        let mut states = copy(&source)?;
+                        through(&swapped, &mut states)?;
                         live.insert(variant, states);
                     }
                 }
                 if cumulative {
-                    self.forward(&other, &mut converted, observer)?;
+                    through(&other, &mut converted)?;
                 }
                 for &variant in &born {
-                    if let Variant::Blocks { .. } = &self.variants[variant] {
-                        live.insert(variant, self.copy(&converted)?);
+                    if let Variant::Blocks { .. } = &pass.variants[variant] {
+                        live.insert(variant, copy(&converted)?);
                     }
                 }
             }
-            self.forward(&block, &mut source, observer)?;
+            through(&block, &mut source)?;
             observer.event(&Event::Module { name: &format!("block {layer}"), weights: 0 });
         }
-        self.score(&source, &live, tallies, observer)?;
+        let tallies = self.score(pass, &shelf, &source, &live, observer)?;
         observer.event(&Event::Module { name: crate::arch::HEAD, weights: 0 });
-        Ok(())
+        Ok(tallies)
     }
 
-    fn linears(&self, other: &Block<O>, pairs: &[usize]) -> Result<Vec<Placed<O>>, crate::Error> {
+    fn linears(&mut self, other: &Block<O>, pairs: &[usize]) -> Result<Vec<Placed<O>>, crate::Error> {
         let mut linears = Vec::with_capacity(pairs.len());
         for &pair in pairs {
-            let linear = self.models.linear(self.ops, other, pair)?;
+            let linear = self.store.linear(other, pair)?;
             if let (Some((_, id)), Some(linear)) = (id_of(&self.models.pairs[pair]), linear) {
                 linears.push((id, linear));
             }
@@ -268,56 +181,41 @@ impl<O: Operations> Pass<'_, O> {
         Ok(linears)
     }
 
-    fn copy(&self, states: &[O::Tensor]) -> Result<States<O>, crate::Error> {
-        states.iter().map(|state| Ok(self.ops.copy(state)?)).collect()
-    }
-
-    fn forward(
-        &self,
-        block: &Block<O>,
-        states: &mut [O::Tensor],
-        observer: &dyn Observer,
-    ) -> Result<(), crate::Error> {
-        for state in states {
-            cancel(observer)?;
-            *state = block.forward(self.ops, state, self.windows.window, &mut |_, _, _| Ok(()))?;
-        }
-        Ok(())
-    }
-
     /// Compares all variants with the source, whose logits are made once.
     fn score(
-        &self,
-        source: &[O::Tensor],
+        &mut self,
+        pass: &Pass<'_>,
+        shelf: &Shelf<'_, O>,
+        source: &States<O>,
         live: &BTreeMap<usize, States<O>>,
-        tallies: &mut [Tally],
         observer: &dyn Observer,
-    ) -> Result<(), crate::Error> {
-        let ops = self.ops;
-        let head = self.models.source.head(ops)?;
-        let is_head = |&&v: &&usize| matches!(self.variants[v], Variant::Head { .. });
-        let of_head = self.group.iter().find(is_head).copied();
-        let other = of_head.map(|_| self.models.converted.head(ops)).transpose()?;
-        let mut first = self.first;
-        for (chunk, _) in chunks(self.part, self.windows.window).enumerate() {
-            let part = Logits { vocabulary: self.models.source.vocabulary(), windows: self.windows, first };
-            let count = ops.shape(&source[chunk]).0;
-            for rows in part.parts(count) {
+    ) -> Result<BTreeMap<usize, Tally>, crate::Error> {
+        let (ops, windows) = (self.ops, pass.windows);
+        let head = self.store.head(Which::Source)?;
+        let is_head = |&&v: &&usize| matches!(pass.variants[v], Variant::Head { .. });
+        let of_head = pass.group.iter().find(is_head).copied();
+        let other = of_head.map(|_| self.store.head(Which::Converted)).transpose()?;
+        let mut tallies: BTreeMap<usize, Tally> = BTreeMap::new();
+        let mut first = pass.first;
+        for (chunk, _) in chunks(pass.part, windows.window, self.room.chunk).into_iter().enumerate() {
+            let part = Logits { vocabulary: self.models.source.vocabulary(), windows, first };
+            let count = shelf.count(&source[chunk]);
+            for rows in part.parts(count, self.room.logits) {
                 cancel(observer)?;
-                let states = ops.select_rows(&source[chunk], &rows)?;
+                let states = shelf.rows(&source[chunk], &rows)?;
                 let logits = head.logits(ops, &states)?;
                 if let (Some(variant), Some(other)) = (of_head, &other) {
                     let others = other.logits(ops, &states)?;
-                    part.score(ops, &logits, &others, &rows, &mut tallies[variant])?;
+                    part.score(ops, &logits, &others, &rows, tallies.entry(variant).or_default())?;
                 }
                 for (&variant, states) in live {
-                    let others = head.logits(ops, &ops.select_rows(&states[chunk], &rows)?)?;
-                    part.score(ops, &logits, &others, &rows, &mut tallies[variant])?;
+                    let others = head.logits(ops, &shelf.rows(&states[chunk], &rows)?)?;
+                    part.score(ops, &logits, &others, &rows, tallies.entry(variant).or_default())?;
                 }
             }
             first += count;
         }
-        Ok(())
+        Ok(tallies)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Writes small checkpoints, right or wrong in one place.
 
 use half::{bf16, f16};
+use requant::arch::{self, Dims};
 use requant::formats::gptq::{Bits, Shape, ZeroConvention, encode_zeros, pack_codes};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -208,6 +209,34 @@ impl Model {
             "tie_word_embeddings": false, "rope_theta": 10000.0
         });
         Self { config, quant: Some(quant), tensors }
+    }
+
+    /// What the architecture of a configuration has, its linears stored as `how` says, with a bias where one is
+    /// expected, under the names that the model's own code has. An untied head is dense.
+    pub(crate) fn of(config: Value, how: &Quantized) -> Self {
+        let arch = arch::find(config.as_object().unwrap()).unwrap();
+        let dims = Dims::read(arch, config.as_object().unwrap()).unwrap();
+        let names = arch.names.get(1).unwrap_or(&arch.names[0]);
+        let mut tensors = Tensors::new();
+        for linears in arch.linears(&dims, names).chunk_by(|a, b| a.name == b.name) {
+            let columns = linears.iter().map(|linear| linear.out_features).sum();
+            let name = &linears[0].name;
+            gptq_module(&mut tensors, name, linears[0].in_features, columns, how);
+            if linears.iter().all(|linear| linear.bias) {
+                tensors.insert(format!("{name}.bias"), Tensor::f16s(&[columns], &vec![0.1; columns]));
+            }
+        }
+        let mut dense: Vec<_> =
+            arch.dense_tensors(&dims, names).into_iter().map(|t| (t.name, t.shape)).collect();
+        if !dims.tied {
+            dense.push((format!("{}.weight", names.head), vec![dims.vocab, dims.hidden]));
+        }
+        for (name, shape) in dense {
+            let size = shape.iter().product();
+            tensors.insert(name, Tensor::f16s(&shape, &vec![0.5; size]));
+        }
+        let quant = Self::new(&Quantized::default()).quant;
+        Self { config, quant, tensors }
     }
 
     /// What a directory holds, to be changed.

@@ -111,6 +111,10 @@ impl Operations for Cpu {
         format!("CPU, {threads} thread{}", if threads == 1 { "" } else { "s" })
     }
 
+    fn free_memory(&self) -> Result<Option<u64>, Error> {
+        Ok(None)
+    }
+
     fn upload_weight(&self, weight: &Weight) -> Result<Loaded, Error> {
         if let Weight::Dense(dense) = weight {
             dense.check("upload_weight")?;

@@ -272,7 +272,7 @@ impl Cuda {
 
     /// Refuses what the device has no room for before any of it is allocated.
     fn expect_room(&self, operation: &'static str, needed: usize) -> Result<(), Error> {
-        let free = self.free_memory()?;
+        let free = self.memory_left()?;
         if needed as u64 > free {
             return Err(self.out_of_memory(operation, needed as u64 - free));
         }

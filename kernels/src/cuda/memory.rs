@@ -63,7 +63,7 @@ impl Cuda {
     ///
     /// # Errors
     /// [`Error::Device`].
-    pub fn free_memory(&self) -> Result<u64, Error> {
+    pub fn memory_left(&self) -> Result<u64, Error> {
         let failed = |error| self.failed("free_memory", &error);
         let (free, _) = self.context.mem_get_info().map_err(failed)?;
         let of_pool = |attribute| -> u64 {

@@ -16,6 +16,10 @@ impl Operations for Cuda {
         self.name.clone()
     }
 
+    fn free_memory(&self) -> Result<Option<u64>, Error> {
+        self.memory_left().map(Some)
+    }
+
     fn upload_weight(&self, weight: &weight::Weight) -> Result<Weight, Error> {
         self.place_weight(weight)
     }

@@ -148,7 +148,7 @@ fn memory_that_is_not_there_is_told() {
     // It works on.
     let x = cuda.upload(&[1.0, 2.0], 2).expect("room");
     assert_eq!(cuda.download(&x), Ok(vec![1.0, 2.0]));
-    assert!(cuda.free_memory().expect("a number") > 0);
+    assert!(cuda.memory_left().expect("a number") > 0);
 }
 
 /// How rows belong to groups.
