@@ -74,6 +74,8 @@ pub enum WarningCode {
     ScalesMultiplied,
     /// Groups that hold parts of several source groups.
     StraddlingGroups,
+    /// Modules that don't fit the width asked for of a GPTQ output: their weights change.
+    Requantized,
     /// Act-order of a down_proj that can't be folded into gate and up.
     NotFolded,
     /// A quantized head is stored as fp16.

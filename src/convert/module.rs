@@ -36,11 +36,11 @@ pub(super) fn convert(
             Exactness::Requantized
         }
         (Decision::Gptq(decision), Some(module)) => {
-            columns = relayout::column_order(checkpoint, decision)?;
-            let (rows, exactness) =
+            columns = relayout::column_order(checkpoint, module, decision)?;
+            let outcome =
                 relayout::write_gptq(checkpoint, planned, module, decision, columns.as_ref(), writer)?;
-            row_order = rows;
-            exactness
+            (row_order, relative_error) = (outcome.rows, outcome.relative_error);
+            outcome.exactness
         }
         (Decision::Kept | Decision::Gptq(_), _) => {
             for name in &weight_sources {

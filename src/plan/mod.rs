@@ -6,6 +6,7 @@
 
 mod choose;
 mod error;
+mod fold;
 mod head;
 mod keep;
 mod options;
@@ -21,6 +22,7 @@ mod tests;
 mod totals;
 
 pub use error::Error;
+pub(crate) use fold::columns_that_follow;
 pub use options::{GROUP_SIZES, ModuleOption, Price};
 pub use relayout::{GptqDecision, GptqOptions, Order};
 pub use rules::WidthRule;
