@@ -35,6 +35,9 @@ impl<O: Operations> Operations for Sorting<O> {
     fn name(&self) -> String {
         self.inner.name()
     }
+    fn free_memory(&self) -> Result<Option<u64>, Error> {
+        self.inner.free_memory()
+    }
     fn upload_weight(&self, weight: &Weight) -> Result<Self::Weight, Error> {
         let Weight::Gptq(matrix) = weight else {
             return Ok(Sorted { weight: self.inner.upload_weight(weight)?, columns: None });
