@@ -22,7 +22,7 @@ mod tests;
 mod totals;
 
 pub use error::Error;
-pub(crate) use fold::columns_that_follow;
+pub(crate) use fold::{columns_that_follow, stored_rows};
 pub use options::{GROUP_SIZES, ModuleOption, Price};
 pub use relayout::{GptqDecision, GptqOptions, Order};
 pub use rules::WidthRule;
@@ -205,6 +205,13 @@ pub struct Exl2Decision {
     pub bits: Vec<Bits>,
     /// In which order rows are grouped.
     pub order: RowOrder,
+    /// Whether rows are stored in the model's order after all: in that of their groups, which the columns of the
+    /// modules that feed them follow.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub folded: bool,
+    /// The module of the source whose folded rows give the order of this module's columns.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub columns_follow: Option<String>,
     /// Groups that hold rows of several source groups without holding these whole.
     pub straddling_groups: usize,
     /// Bits of the five tensors and the bias.
@@ -301,7 +308,7 @@ impl Plan {
         rules::check_used(&options.min, &members, heads)?;
         let head = head::plan(checkpoint, arch, dims, options, &mut warnings)?;
         let jobs: Vec<Job<'_>> =
-            members.iter().map(|member| Job::new(member, options)).collect::<Result<_, _>>()?;
+            members.iter().map(|member| Job::new(member, &members, options)).collect::<Result<_, _>>()?;
         let quantized: Vec<&Job<'_>> = jobs.iter().filter(|job| job.space.is_some()).collect();
         if quantized.is_empty() {
             return Err(Error::NothingToQuantize.into());
@@ -333,6 +340,7 @@ impl Plan {
                 job.planned(checkpoint, outcome.unwrap_or_else(Outcome::dense))
             })
             .collect();
+        fold::fold_biased(checkpoint, &members, &mut modules);
         let stored_bits: Vec<u64> = modules.iter().map(|m| m.stored_bits).collect();
         warnings.extend(sets::dense_members_quantized(&members, &stored_bits));
         warnings.extend(modules.iter().filter_map(straddling));

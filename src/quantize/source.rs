@@ -1,7 +1,7 @@
 //! A module's weights, with its rows in the order in which they are grouped.
 
 use half::{f16, slice::HalfFloatSliceExt};
-use requant_formats::exl2::ROW_UNIT;
+use requant_formats::exl2::{Bits, ROW_UNIT};
 use requant_formats::{Permutation, gptq};
 use std::ops::Range;
 
@@ -52,6 +52,18 @@ impl Cut {
         let straddling = source_groups.map_or(0, |of| straddling(&groups, of));
         Self { groups, straddling }
     }
+}
+
+/// The places of a cut in the order in which they are stored, given the width of each group: groups of the widest
+/// first, as the format wants, otherwise as cut.
+pub fn stored_places(groups: &[Range<usize>], bits: &[Bits]) -> Vec<usize> {
+    let order = stored_groups(bits);
+    order.map().iter().flat_map(|&g| groups[g as usize].clone()).collect()
+}
+
+/// The groups in the order in which they are stored.
+pub(super) fn stored_groups(bits: &[Bits]) -> Permutation {
+    Permutation::stable_sort_by_key(bits.len(), |g| std::cmp::Reverse(bits[g as usize]))
 }
 
 /// Counts the groups that hold rows of several source groups, of which one has rows elsewhere too.

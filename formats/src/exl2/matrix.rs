@@ -236,6 +236,26 @@ impl Matrix {
         &self.invperm
     }
 
+    /// The same weights in another order: row `j` of the result is the model's row `rows[j]`, and likewise of
+    /// columns. What is packed stays in its place, columns aside; `q_invperm` names the rows anew.
+    ///
+    /// # Panics
+    /// If an order isn't of as many rows or columns as there are.
+    #[must_use]
+    pub fn reordered(self, rows: Option<&Permutation>, columns: Option<&Permutation>) -> Self {
+        let Self { groups, out_features, mut codes, mut scale_index, scale_max, invperm } = self;
+        if let Some(columns) = columns {
+            assert_eq!(columns.len(), out_features, "an order of all columns");
+            let mut from = vec![0; out_features];
+            for row in codes.chunks_exact_mut(out_features).chain(scale_index.chunks_exact_mut(out_features)) {
+                from.copy_from_slice(row);
+                row.iter_mut().zip(columns.map()).for_each(|(to, &column)| *to = from[column as usize]);
+            }
+        }
+        let invperm = rows.map_or(invperm.clone(), |rows| rows.then(&invperm));
+        Self { groups, out_features, codes, scale_index, scale_max, invperm }
+    }
+
     /// Gives each packed row with its group.
     fn each_packed_row(
         &self,
