@@ -5,7 +5,7 @@
 
 mod support;
 
-use requant::arch::{ARCHITECTURES, Architecture, DenseRole, Dims, Names};
+use requant::arch::{ARCHITECTURES, Architecture, DenseRole, Dims, Names, Part, Role};
 use requant::checkpoint::{Checkpoint, Layout, OpenOptions};
 use requant::plan::{DenseType, Plan, PlanOptions, Target};
 use requant::progress::Silent;
@@ -145,6 +145,143 @@ fn every_architecture_becomes_exl2_under_exllamav2s_names() {
             let stored = tensor(&checkpoint, from);
             assert!(stored.is_some() && stored == tensor(&written, to), "{what}: {to}");
         }
+    }
+}
+
+/// A source of an architecture whose MLPs have biases, down_proj in act-order.
+fn biased_in_act_order(arch: &Architecture, names: &Names, mlp_bias: bool) -> TempDir {
+    let dir = source(arch, names, &Quantized::default());
+    let mut model = Model::read(dir.path());
+    let mut config = config(arch);
+    config["mlp_bias"] = json!(mlp_bias);
+    let dims = Dims::read(arch, config.as_object().unwrap()).unwrap();
+    model.config = config;
+    for linear in arch.linears(&dims, names).iter().filter(|linear| linear.role.part() == Part::Mlp) {
+        if linear.role == Role::Down {
+            let order: Vec<i32> =
+                (0..linear.in_features).map(|row| ((row * 5 + linear.layer) % 3) as i32).collect();
+            model.put(&linear.name, "g_idx", Tensor::i32s(&[linear.in_features], &order));
+        }
+        if mlp_bias {
+            let bias: Vec<f32> =
+                (0..linear.out_features).map(|i| 0.25 + (i * 7 % 97) as f32 / 64.0).collect();
+            model.put(&linear.name, "bias", Tensor::f16s(&[linear.out_features], &bias));
+        }
+    }
+    model.write()
+}
+
+/// The EXL2 tensors that exllamav2 would misread with biases: it matches gate's and up's columns with down_proj's
+/// rows at load, not their biases.
+#[test]
+fn mlps_with_biases_have_down_proj_in_the_models_order() {
+    let with_biases = ARCHITECTURES.iter().filter(|arch| arch.mlp_bias);
+    let mut seen: Vec<&str> = with_biases.clone().map(|arch| arch.name).collect();
+    seen.sort_unstable();
+    assert_eq!(seen, ["GPT2LMHeadModel", "GPTBigCodeForCausalLM", "Starcoder2ForCausalLM"]);
+    let llama = ARCHITECTURES.iter().filter(|arch| arch.name == "LlamaForCausalLM");
+    let uniform = Target::Uniform { bits: 4.try_into().unwrap(), group_size: 32 };
+    for (arch, target) in
+        with_biases.chain(llama).flat_map(|arch| [(arch, uniform), (arch, Target::Bpw(4.9))])
+    {
+        for names in arch.names {
+            let what = format!("{} {target:?}", arch.name);
+            let dir = biased_in_act_order(arch, names, !arch.mlp_bias);
+            let checkpoint = open(dir.path());
+            let plan = Plan::new(&checkpoint, &PlanOptions::new(target), &Silent).unwrap();
+            let place = tempfile::tempdir().unwrap();
+            let out = place.path().join("out");
+            convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+            verified(&out, &checkpoint, &what);
+            let (written, json) = (open(&out), report(&out));
+            let entry = |name: &str| {
+                let modules = json["modules"].as_array().unwrap();
+                modules.iter().find(|module| module["name"] == name).unwrap().clone()
+            };
+            let linears = arch.linears(checkpoint.dims().unwrap(), names);
+            for down in linears.iter().filter(|linear| linear.role == Role::Down) {
+                let entry_of_down = entry(&down.exl2_name);
+                assert_eq!(entry_of_down["decision"]["order"], "grouped", "{what}");
+                let rows: Vec<usize> = serde_json::from_value(entry_of_down["row_order"].clone()).unwrap();
+                // Each group of the output holds the rows of one of the source.
+                let group = |row: usize| (row * 5 + down.layer) % 3;
+                assert!(rows.chunks_exact(32).all(|rows| rows.iter().all(|&r| group(r) == group(rows[0]))));
+                let matrix = written.exl2(written.module(&down.exl2_name).unwrap()).unwrap();
+                assert!(matrix.invperm().is_identity(), "{what}: {}", down.exl2_name);
+                for linear in linears.iter().filter(|linear| linear.layer == down.layer) {
+                    let (k, n) = (linear.in_features, linear.out_features);
+                    let place = |at: usize| match linear.role {
+                        Role::Down => rows[at / n] * n + at % n,
+                        Role::Gate | Role::Up => at / n * n + rows[at % n],
+                        _ => at,
+                    };
+                    let from = checkpoint.of_linear(linear).unwrap();
+                    let to = written.module(&linear.exl2_name).unwrap();
+                    let (wanted, found) = (checkpoint.dequantize(from), written.dequantize(to));
+                    let (wanted, found) = (wanted.unwrap(), found.unwrap());
+                    let squared = |at: usize| {
+                        let (f, w) = (f64::from(found[at].to_f32()), f64::from(wanted[place(at)].to_f32()));
+                        ((f - w) * (f - w), w * w)
+                    };
+                    let sums = (0..k * n).map(squared).fold((0.0, 0.0), |a, b| (a.0 + b.0, a.1 + b.1));
+                    let error = (sums.0 / sums.1).sqrt();
+                    let entry = entry(&linear.exl2_name);
+                    let reported = entry["relative_error"].as_f64().unwrap();
+                    assert!((error - reported).abs() < 1e-9 && error < 0.2, "{what}: {error} {reported}");
+                    let feeds = matches!(linear.role, Role::Gate | Role::Up);
+                    let follows = entry["decision"]["columns_follow"].as_str();
+                    assert_eq!(follows, feeds.then_some(down.name.as_str()), "{what}");
+                    if linear.bias {
+                        let (from, to) = (checkpoint.bias(from).unwrap(), written.bias(to).unwrap());
+                        let (from, to) = (from.unwrap(), to.unwrap());
+                        let from = |i: usize| from[if feeds { rows[i] } else { i }];
+                        assert!((0..n).all(|i| to[i] == from(i)), "{what}: {}", linear.exl2_name);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What folding is for: grouped rows follow the source's grids, rows in the model's order don't.
+#[test]
+fn biases_of_the_mlp_cost_nothing() {
+    let arch = ARCHITECTURES.iter().find(|arch| arch.name == "LlamaForCausalLM").unwrap();
+    let error = |mlp_bias: bool| {
+        let dir = biased_in_act_order(arch, &arch.names[0], mlp_bias);
+        let checkpoint = open(dir.path());
+        let target = Target::Uniform { bits: 4.try_into().unwrap(), group_size: 32 };
+        let plan = Plan::new(&checkpoint, &PlanOptions::new(target), &Silent).unwrap();
+        let place = tempfile::tempdir().unwrap();
+        let out = place.path().join("out");
+        convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+        let modules = report(&out)["modules"].clone();
+        modules.as_array().unwrap().iter().map(|m| m["relative_error"].as_f64().unwrap()).collect::<Vec<_>>()
+    };
+    assert_eq!(error(true), error(false));
+}
+
+/// An order that isn't the one that was folded is found out, in the weights and in the biases.
+#[test]
+fn verify_undoes_the_folded_order() {
+    let arch = ARCHITECTURES.iter().find(|arch| arch.name == "Starcoder2ForCausalLM").unwrap();
+    let dir = biased_in_act_order(arch, &arch.names[0], false);
+    let checkpoint = open(dir.path());
+    let target = Target::Uniform { bits: 4.try_into().unwrap(), group_size: 32 };
+    let plan = Plan::new(&checkpoint, &PlanOptions::new(target), &Silent).unwrap();
+    let place = tempfile::tempdir().unwrap();
+    let out = place.path().join("out");
+    convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+    let mut json = report(&out);
+    let (down, up) = ("model.layers.1.mlp.c_proj", "model.layers.1.mlp.c_fc");
+    let modules = json["modules"].as_array_mut().unwrap();
+    let entry = modules.iter_mut().find(|module| module["name"] == down).unwrap();
+    entry["row_order"].as_array_mut().unwrap().reverse();
+    std::fs::write(out.join("report.json"), serde_json::to_vec(&json).unwrap()).unwrap();
+    let verification = verify(&out, &OpenOptions::default(), Some(&checkpoint), &Silent).unwrap();
+    let names: Vec<_> = verification.faults().filter_map(|(_, fault)| fault.tensor.clone()).collect();
+    for name in [down.to_string(), up.to_string(), format!("{up}.bias")] {
+        assert!(names.contains(&name), "{name}: {names:?}");
     }
 }
 

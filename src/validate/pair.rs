@@ -217,7 +217,8 @@ fn by_report(source: &Checkpoint, converted: &Checkpoint, report: &Report) -> Re
             None => None,
             Some(down) => {
                 let order = orders.get(down.as_str());
-                let columns = found.zip(order).and_then(|(m, order)| columns_that_follow(source, m, down, order));
+                let columns =
+                    found.zip(order).and_then(|(m, order)| columns_that_follow(source, m, down, order));
                 Some(columns.ok_or_else(|| failed(format!("{}: {down} has no row_order", module.name)))?)
             }
         };

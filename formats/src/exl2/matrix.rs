@@ -247,7 +247,8 @@ impl Matrix {
         if let Some(columns) = columns {
             assert_eq!(columns.len(), out_features, "an order of all columns");
             let mut from = vec![0; out_features];
-            for row in codes.chunks_exact_mut(out_features).chain(scale_index.chunks_exact_mut(out_features)) {
+            for row in codes.chunks_exact_mut(out_features).chain(scale_index.chunks_exact_mut(out_features))
+            {
                 from.copy_from_slice(row);
                 row.iter_mut().zip(columns.map()).for_each(|(to, &column)| *to = from[column as usize]);
             }
