@@ -7,14 +7,16 @@ mod support;
 
 use requant::arch::{ARCHITECTURES, Architecture, DenseRole, Dims, Names, Part, Role};
 use requant::checkpoint::{Checkpoint, Layout, OpenOptions};
-use requant::plan::{DenseType, Plan, PlanOptions, Target};
+use requant::formats::exl2::Bits;
+use requant::plan::{Decision, DenseType, Plan, PlanOptions, Target};
 use requant::progress::Silent;
+use requant::quantize::{RowOrder, Source, quantize};
 use requant::verify::verify;
-use requant::{ConvertOptions, Diagnose, Error, convert};
+use requant::{ConvertOptions, Diagnose, Error, WarningCode, convert};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
-use support::writer::{Model, Quantized, Tensor, Tensors, gptq_module};
+use support::writer::{LINEARS, Model, Quantized, Tensor, Tensors, gptq_module};
 use tempfile::TempDir;
 
 const BLOCKS: usize = 2;
@@ -404,21 +406,127 @@ fn what_exllamav2_does_not_know_is_refused() {
     }
 }
 
+/// What exllamav2's loader and kernel make of an EXL2 weight with a prescale, step by step: half times a Python
+/// float is a product of fp32, rounded to half; then step² · m1 and (code − zero) · m2, rounded to half each.
+fn as_exllamav2_loads(written: &Checkpoint, name: &str, prescale: f64) -> Vec<f64> {
+    let matrix = written.exl2(written.module(name).unwrap()).unwrap();
+    let (n, rows) = (matrix.out_features(), matrix.in_features());
+    let half = |value: f32| half::f16::from_f32(value).to_f32();
+    let mut packed: Vec<Vec<f64>> = Vec::new();
+    for (group, table) in matrix.groups().groups().iter().enumerate() {
+        let m1 = half(matrix.scale_max()[group].to_f32() * (prescale / 256.0) as f32);
+        let zero = (1i32 << (table.bits.get() - 1)) as f32;
+        for _ in 0..table.rows {
+            let codes = &matrix.codes()[packed.len() * n..][..n];
+            let weight = |column: usize| {
+                let step = f32::from(matrix.scale_index()[group * n + column] + 1);
+                f64::from(half((f32::from(codes[column]) - zero) * half(step * step * m1)))
+            };
+            packed.push((0..n).map(weight).collect());
+        }
+    }
+    (0..rows).flat_map(|row| packed[matrix.invperm().map()[row] as usize].clone()).collect()
+}
+
+/// Frobenius norm of the difference over that of the weights.
+fn relative(found: &[f64], wanted: &[f64]) -> f64 {
+    assert_eq!(found.len(), wanted.len());
+    let squares = |values: &mut dyn Iterator<Item = f64>| values.map(|value| value * value).sum::<f64>();
+    let miss = squares(&mut found.iter().zip(wanted).map(|(f, w)| f - w));
+    (miss / squares(&mut wanted.iter().copied())).sqrt()
+}
+
 #[test]
-fn scales_that_exllamav2_multiplies_are_told_of() {
-    for (name, key, value) in
-        [("GraniteForCausalLM", "residual_multiplier", 0.22), ("MiniCPMForCausalLM", "scale_depth", 1.4)]
+fn errors_are_those_after_exllamav2s_prescale() {
+    // One block: `scale_depth / √1`. The head's, of MiniCPM, is 1 / (hidden_size / dim_model_base).
+    let granite = json!({"residual_multiplier": 0.22, "logits_scaling": 8.0});
+    let minicpm = json!({"scale_depth": 0.7, "dim_model_base": 16});
+    for (name, factors, residual, logits) in
+        [("GraniteForCausalLM", granite, 0.22, 0.125), ("MiniCPMForCausalLM", minicpm, 0.7, 0.25)]
     {
         let mut model = Model::new(&Quantized::default());
         model.config["architectures"] = json!([name]);
-        model.config[key] = json!(value);
+        for (key, value) in factors.as_object().unwrap() {
+            model.config[key] = value.clone();
+        }
+        // Scales of a real model.
+        for (linear, k, n) in LINEARS {
+            let scales: Vec<f32> =
+                (0..k.div_ceil(32) * n).map(|i| 0.0021 + 0.00003 * (i * 7 % 61) as f32).collect();
+            model.put(linear, "scales", Tensor::f16s(&[k.div_ceil(32), n], &scales));
+        }
         let dir = model.write();
-        let target = Target::Uniform { bits: 4.try_into().unwrap(), group_size: 32 };
-        let plan = Plan::new(&open(dir.path()), &PlanOptions::new(target), &Silent).unwrap();
-        let factor = format!("by {value:.4}");
-        // One block.
-        assert!(plan.warnings.iter().any(|w| w.message.contains(&factor)), "{:?}", plan.warnings);
+        let checkpoint = open(dir.path());
+        for bits in [4, 6, 8] {
+            let bits: Bits = bits.try_into().unwrap();
+            let what = format!("{name} {}", bits.get());
+            let mut options = PlanOptions::new(Target::Uniform { bits, group_size: 32 });
+            options.head_bits = Some(bits);
+            let plan = Plan::new(&checkpoint, &options, &Silent).unwrap();
+            assert!(plan.warnings.iter().all(|w| w.code != WarningCode::ScalesMultiplied), "{what}");
+            let place = tempfile::tempdir().unwrap();
+            let out = place.path().join("out");
+            convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+            verified(&out, &checkpoint, &what);
+            let (written, json) = (open(&out), report(&out));
+            for module in json["modules"].as_array().unwrap() {
+                let name = module["name"].as_str().unwrap();
+                let prescale = match name.rsplit('.').next().unwrap() {
+                    "o_proj" | "down_proj" => residual,
+                    "lm_head" => logits,
+                    _ => 1.0,
+                };
+                assert_eq!(module["decision"]["prescale"].as_f64().unwrap_or(1.0), prescale, "{what} {name}");
+                let source = checkpoint.module(module["source"].as_str().unwrap()).unwrap();
+                let weights = checkpoint.decoded(source).unwrap();
+                let n = source.out_features();
+                let mut wanted = Vec::new();
+                for row in weights.chunks_exact(n) {
+                    wanted.extend(row.iter().map(|w| f64::from(*w) * prescale));
+                    wanted.extend(std::iter::repeat_n(0.0, n.next_multiple_of(32) - n));
+                }
+                let error = relative(&as_exllamav2_loads(&written, name, prescale), &wanted);
+                let reported = module["relative_error"].as_f64().unwrap();
+                assert!((error - reported).abs() <= 1e-6 * error, "{what} {name}: {error}, not {reported}");
+                if prescale == 1.0 || name == "lm_head" {
+                    continue;
+                }
+                // The same without knowing of the prescale.
+                let source = Source::gptq(checkpoint.gptq(source).unwrap(), RowOrder::Grouped);
+                let cut = source.cut(32);
+                let unaware = quantize(&source, &cut, &vec![bits; cut.groups.len()]).unwrap().matrix;
+                let decoded = unaware.dequantize_prescaled(prescale);
+                let decoded: Vec<f64> = decoded.iter().map(|w| w.to_f64()).collect();
+                let unaware = relative(&decoded, &wanted);
+                println!("{what} {name}: {error:.5}, unaware {unaware:.5}");
+                assert!(bits.get() < 8 || error < unaware, "{what} {name}: {error}, unaware {unaware}");
+            }
+        }
     }
+}
+
+#[test]
+fn experts_and_kept_gptq_know_no_prescale() {
+    let arch = ARCHITECTURES.iter().find(|arch| arch.name == "Qwen3MoeForCausalLM").unwrap();
+    let mut config = config(arch);
+    config["residual_multiplier"] = json!(0.5);
+    let dims = Dims::read(arch, config.as_object().unwrap()).unwrap();
+    for linear in arch.linears(&dims, arch.exl2_names()) {
+        let expected = if linear.role == Role::O { 0.5 } else { 1.0 };
+        assert_eq!(dims.prescale(&linear), expected, "{linear:?}");
+    }
+    // exllamav2 rounds the products with the scales of what stays GPTQ.
+    let mut model = Model::new(&Quantized::default());
+    model.config["architectures"] = json!(["GraniteForCausalLM"]);
+    model.config["residual_multiplier"] = json!(0.22);
+    let dir = model.write();
+    let mut options = PlanOptions::new(Target::Bpw(6.0));
+    options.keep_gptq = true;
+    let plan = Plan::new(&open(dir.path()), &options, &Silent).unwrap();
+    let kept =
+        plan.modules.iter().any(|m| m.name.ends_with("o_proj") && !matches!(m.decision, Decision::Exl2(_)));
+    let warned = plan.warnings.iter().find(|w| w.code == WarningCode::ScalesMultiplied);
+    assert!(kept && warned.is_some_and(|w| w.message.contains("by 0.2200")), "{:?}", plan.warnings);
 }
 
 #[test]

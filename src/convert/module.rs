@@ -230,13 +230,13 @@ fn write_exl2(
     writer: &ShardWriter,
 ) -> Result<f64, crate::Error> {
     let module = checkpoint.part(&planned.source, planned.columns.as_ref());
-    let source = quantizer_source(checkpoint, planned, module, decision)?;
+    let source = quantizer_source(checkpoint, planned, module, decision)?.prescaled(decision.prescale);
     let broken = |source| Error::Matrix { module: planned.source.clone(), source };
     let cut = source.cut(decision.group_size);
     let quantized = quantize(&source, &cut, &decision.bits).map_err(broken)?;
     let relative_error = quantized.relative_error();
     let packed = quantized.matrix.reordered(orders.rows, orders.columns).pack();
-    check_round_trip(planned, &source, orders, &packed, quantized.squared_error)?;
+    check_round_trip(planned, decision, &source, orders, &packed, quantized.squared_error)?;
     let write = |suffix: &str, bytes: &[u8]| writer.write(&format!("{}.{suffix}", planned.name), bytes);
     write("q_weight", bytemuck::cast_slice(&packed.q_weight))?;
     write("q_invperm", bytemuck::cast_slice(&packed.q_invperm))?;
@@ -281,6 +281,7 @@ fn quantizer_source(
 /// differences must be what the quantizer promised (it sums in another order, hence the tolerance).
 fn check_round_trip(
     planned: &PlannedModule,
+    decision: &Exl2Decision,
     source: &Source,
     orders: &Orders<'_>,
     packed: &Packed,
@@ -290,7 +291,7 @@ fn check_round_trip(
     let unpacked = Matrix::unpack(packed.tensors(), planned.stored_out_features())
         .map_err(|source| Error::Matrix { module: module(), source })?;
     let n = source.out_features();
-    let (decoded, wanted) = (unpacked.dequantize(), source.decoded());
+    let (decoded, wanted) = (unpacked.dequantize_prescaled(decision.prescale), source.decoded());
     let mut in_order = vec![0.0; n];
     let mut found = 0.0;
     for (row, decoded) in decoded.chunks_exact(n).enumerate() {

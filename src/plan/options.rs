@@ -4,6 +4,7 @@ use super::fold::{can_fold, needs_identity};
 use super::rules;
 use super::sets::{Member, Treatment};
 use super::{BiasDecision, Decision, DenseType, Error, Exl2Decision, PlanOptions, PlannedModule, Target};
+use crate::arch::Dims;
 use crate::checkpoint::{Checkpoint, Layout, Module};
 use crate::quantize::{Cut, RowOrder, Samples, Source, fit_group};
 use rayon::prelude::*;
@@ -60,6 +61,8 @@ pub(super) struct Space {
     /// What they would be without `set` and `min`.
     unruled: Vec<Bits>,
     order: RowOrder,
+    /// What exllamav2 multiplies the scales by at load.
+    prescale: f64,
 }
 
 /// What a linear becomes, and what that was chosen from.
@@ -100,6 +103,7 @@ impl<'a> Job<'a> {
     pub(super) fn new(
         member: &'a Member<'a>,
         members: &[Member<'_>],
+        dims: &Dims,
         options: &PlanOptions,
     ) -> Result<Self, Error> {
         if member.treatment == Treatment::Dense {
@@ -129,7 +133,8 @@ impl<'a> Job<'a> {
             unruled.drain(..unruled.len() - 1);
             group_sizes.truncate(1);
         }
-        let space = Some(Space { group_sizes, widths, unruled, order: row_order(member, members) });
+        let (order, prescale) = (row_order(member, members), dims.prescale(&member.linear));
+        let space = Some(Space { group_sizes, widths, unruled, order, prescale });
         // A width that the user fixed is not the source's.
         Ok(Self { member, space, keep: options.keep_gptq && set.is_none() })
     }
@@ -179,6 +184,7 @@ impl<'a> Job<'a> {
                 order: space.order,
                 folded: false,
                 columns_follow: None,
+                prescale: space.prescale,
                 straddling_groups: straddling(checkpoint, self.member.module, space.order, group_size),
                 stored_bits: self.stored_bits(group_size, &bits),
                 bits,
@@ -191,7 +197,7 @@ impl<'a> Job<'a> {
     /// Measures all options.
     pub(super) fn measure(&self, checkpoint: &Checkpoint) -> Result<Vec<Candidate>, crate::Error> {
         let Some(space) = &self.space else { return Ok(Vec::new()) };
-        let source = source(checkpoint, self.member.module, space.order)?;
+        let source = source(checkpoint, self.member.module, space.order)?.prescaled(space.prescale);
         let mut candidates = Vec::new();
         for &group_size in &space.group_sizes {
             let cut = source.cut(group_size);
@@ -287,6 +293,7 @@ impl<'a> Job<'a> {
                     order: space.order,
                     folded: false,
                     columns_follow: None,
+                    prescale: space.prescale,
                     straddling_groups: chosen.straddling,
                     stored_bits: chosen.stored_bits,
                     relative_error: Some(chosen.squared_error.sqrt()),

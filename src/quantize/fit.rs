@@ -113,7 +113,7 @@ pub(super) fn quantize_on(
         codes.extend(group_codes);
         index.extend(fit.index);
         // The search tries no other ceilings; Matrix::new refuses an infinite one.
-        scale_max.push(ceiling_for(fit.ceiling).unwrap_or(f16::INFINITY));
+        scale_max.push(ceiling_for(fit.ceiling, source.prescale).unwrap_or(f16::INFINITY));
     }
     let places = stored_places(&cut.groups, bits).into_iter();
     let packed_rows: Vec<u32> = places.map(|place| source.rows.map()[place]).collect();

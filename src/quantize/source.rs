@@ -23,6 +23,8 @@ pub struct Source {
     /// Entry `j` is the model's row at place `j`.
     pub(super) rows: Permutation,
     pub(super) weights: Weights,
+    /// What exllamav2 multiplies the scales by at load.
+    pub(super) prescale: f64,
 }
 
 #[derive(Debug)]
@@ -94,7 +96,7 @@ impl Source {
             RowOrder::Grouped => matrix.g_idx().sorted_rows(),
             RowOrder::Natural => Permutation::identity(k),
         };
-        Self { k, n, rows, weights: Weights::Gptq(matrix) }
+        Self { k, n, rows, weights: Weights::Gptq(matrix), prescale: 1.0 }
     }
 
     /// Dense weights `[k, n]`.
@@ -103,7 +105,14 @@ impl Source {
     /// If there aren't `k · n` of them.
     pub fn dense(weights: Vec<f32>, k: usize, n: usize) -> Self {
         assert_eq!(weights.len(), k * n, "weights are [k, n]");
-        Self { k, n, rows: Permutation::identity(k), weights: Weights::Dense(weights) }
+        Self { k, n, rows: Permutation::identity(k), weights: Weights::Dense(weights), prescale: 1.0 }
+    }
+
+    /// The same weights for a linear that exllamav2 multiplies by a positive prescale when it loads it: what is fitted,
+    /// and what errors are of, are the products as it decodes them.
+    #[must_use]
+    pub fn prescaled(self, prescale: f64) -> Self {
+        Self { prescale, ..self }
     }
 
     /// k.
@@ -116,9 +125,10 @@ impl Source {
         self.n
     }
 
-    /// The weights `[k, n]` in the model's row order, as fp16 where the source is GPTQ.
+    /// The weights `[k, n]` in the model's row order, as fp16 where the source is GPTQ; then times the prescale, rounded
+    /// to fp32.
     pub fn decoded(&self) -> Vec<f32> {
-        match &self.weights {
+        let mut weights = match &self.weights {
             Weights::Gptq(matrix) => {
                 let halves = matrix.dequantize();
                 let mut floats = vec![0.0; halves.len()];
@@ -126,6 +136,14 @@ impl Source {
                 floats
             }
             Weights::Dense(weights) => weights.clone(),
+        };
+        self.multiply(&mut weights);
+        weights
+    }
+
+    fn multiply(&self, weights: &mut [f32]) {
+        if self.prescale != 1.0 {
+            weights.iter_mut().for_each(|w| *w = (f64::from(*w) * self.prescale) as f32);
         }
     }
 
@@ -165,7 +183,7 @@ impl Source {
         }
     }
 
-    /// A row of the model, as fp16 where the source is GPTQ.
+    /// A row of the model, as [`Source::decoded`] has it.
     pub(super) fn row(&self, row: usize, values: &mut [f32]) {
         match &self.weights {
             Weights::Gptq(matrix) => {
@@ -174,6 +192,7 @@ impl Source {
             }
             Weights::Dense(weights) => values.copy_from_slice(&weights[row * self.n..][..self.n]),
         }
+        self.multiply(values);
     }
 
     /// What a code means in each column of the source group of a row; nothing for dense weights.
@@ -181,6 +200,7 @@ impl Source {
         if let Weights::Gptq(matrix) = &self.weights {
             decode(matrix, matrix.g_idx().groups()[row], std::iter::repeat(code), values);
         }
+        self.multiply(values);
     }
 
     fn groups_of_rows(&self) -> Option<&[u32]> {

@@ -194,7 +194,7 @@ impl<'a> Comparison<'a> {
             return Ok(Some("its sizes aren't the source's".into()));
         }
         // What doesn't decode has been told of.
-        let Ok(values) = self.output.decoded(found) else { return Ok(None) };
+        let Ok(values) = self.output.loaded(found) else { return Ok(None) };
         Ok(match (claim.exactness, source) {
             (Exactness::Requantized, source) => {
                 let wanted = self.wanted(source, found)?;
