@@ -303,7 +303,7 @@ fn tensors_with_a_ragged_last_group_unpack() {
 
 /// E4.9: the product is one of fp32, with a factor rounded to fp32, rounded to half once.
 #[test]
-fn a_prescale_multiplies_ceilings_before_they_are_rounded() {
+fn e4_9_a_prescale_multiplies_ceilings_before_they_are_rounded() {
     // By hand: 0x2a3d is 1597 · 2⁻¹⁵; times 0.5 / 256 that is 798.5 · 2⁻²³ = 1597 · 2⁻²⁴, a subnormal of 1597 steps
     // where 1024 and more are normal: the same digits.
     assert_eq!(decode_ceiling(f16::from_bits(0x2a3d), 0.5).to_bits(), 0x063d);
@@ -320,7 +320,7 @@ fn a_prescale_multiplies_ceilings_before_they_are_rounded() {
 /// E4.9: whatever a `q_scale_max` decodes to under a prescale has one that decodes to it, and the nearest is found of
 /// what none does.
 #[test]
-fn ceilings_are_met_under_a_prescale() {
+fn e4_9_ceilings_are_met_under_a_prescale() {
     for prescale in [0.22, 0.125, 1.0 / 3.0, 1.4 / 62f64.sqrt(), 0.7, 1.0, 3.0] {
         let stored = || (1..0x7c00).map(f16::from_bits);
         let mut reached: Vec<f32> = stored().map(|s| decode_ceiling(s, prescale).to_f32()).collect();

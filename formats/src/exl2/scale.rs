@@ -20,12 +20,11 @@ pub fn decode_scale(ceiling: f16, index: u8) -> f16 {
 /// `None` where the result overflows fp16.
 pub fn ceiling_for(ceiling: f16, prescale: f64) -> Option<f16> {
     let about = f16::from_f64(ceiling.to_f64() * 256.0 / prescale);
-    if !about.is_finite() {
-        return None;
-    }
     // The quotient's own rounding can be off by a step or two.
-    let near = |step: i32| u16::try_from(i32::from(about.to_bits()) + step).ok().map(f16::from_bits);
+    let near =
+        |step: i32| u16::try_from(i32::from(about.min(f16::MAX).to_bits()) + step).ok().map(f16::from_bits);
     let miss = |stored: &f16| (decode_ceiling(*stored, prescale).to_f32() - ceiling.to_f32()).abs();
     let candidates = [0, -1, 1, -2, 2].into_iter().filter_map(near).filter(|stored| stored.is_finite());
-    candidates.min_by(|a, b| miss(a).total_cmp(&miss(b)))
+    let nearest = candidates.min_by(|a, b| miss(a).total_cmp(&miss(b)));
+    nearest.filter(|stored| about.is_finite() || miss(stored) == 0.0)
 }
