@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used, reason = "the exception for tests leaves out what test functions share")]
 
+#[path = "support/outputs.rs"]
+mod outputs;
 mod support;
 
 use requant::arch::{ARCHITECTURES, Architecture, DenseRole, Dims, Names, Part, Role};
@@ -502,6 +504,25 @@ fn errors_are_those_after_exllamav2s_prescale() {
                 assert!(bits.get() < 8 || error < unaware, "{what} {name}: {error}, unaware {unaware}");
             }
         }
+    }
+}
+
+/// 2⁻¹⁶ decodes to one step of fp16; times 0.22 to less than half a step.
+#[test]
+fn a_group_that_vanishes_under_the_prescale_is_found() {
+    let mut model = Model::new(&Quantized::default());
+    model.config["architectures"] = json!(["GraniteForCausalLM"]);
+    model.config["residual_multiplier"] = json!(0.22);
+    let dir = model.write();
+    let out = outputs::exl2(&open(dir.path()), 8);
+    for (part, vanishes) in [("mlp.gate_proj", false), ("mlp.down_proj", true)] {
+        let tensor = format!("model.layers.0.{part}.q_scale_max");
+        out.edit_tensor(&tensor, |bytes| bytes[..2].copy_from_slice(&0x0100u16.to_le_bytes()));
+        let found = verify(&out.dir, &OpenOptions::default(), None, &Silent).unwrap();
+        let vanish = |message: &str| message.contains("vanish");
+        let faults: Vec<_> = found.faults().filter(|(_, fault)| vanish(&fault.message)).collect();
+        assert_eq!(faults.len(), usize::from(vanishes), "{faults:?}");
+        assert!(faults.iter().all(|(_, fault)| fault.tensor.as_ref() == Some(&tensor)), "{faults:?}");
     }
 }
 
