@@ -70,7 +70,7 @@ pub enum WarningCode {
     DenseMemberQuantized,
     /// A bias of zeros where the target expects none is left out.
     ZeroBiasDropped,
-    /// exllamav2 multiplies scales at load, which rounds them once more than the measured errors know.
+    /// exllamav2 multiplies the scales of modules that stay GPTQ at load, which rounds them once more.
     ScalesMultiplied,
     /// Groups that hold parts of several source groups.
     StraddlingGroups,

@@ -2,8 +2,12 @@
 //! feed them in the same order. The activation between gate/up and down works element by element, so that
 //! permuting its channels changes nothing.
 
+use super::options::groups_of_rows;
+use super::sets::{Member, Treatment};
+use super::{Decision, Exl2Decision, PlannedModule};
 use crate::arch::{Linear, Role};
 use crate::checkpoint::{Checkpoint, Layout, Module};
+use crate::quantize::{Cut, RowOrder, stored_places};
 use crate::warning::{Warning, WarningCode};
 use requant_formats::Permutation;
 use requant_formats::gptq::GIdxKind;
@@ -60,12 +64,58 @@ pub(super) fn folds(checkpoint: &Checkpoint, warnings: &mut Vec<Warning>) -> BTr
     folds
 }
 
+/// Whether exllamav2 needs the rows of an EXL2 linear to be stored in the model's order: it permutes the columns of
+/// gate and up to match the rows of down_proj, but not their biases.
+pub(super) fn needs_identity(linear: &Linear) -> bool {
+    linear.role == Role::Down && linear.bias
+}
+
+/// Whether the columns of all that feeds a down_proj can follow its rows.
+pub(super) fn can_fold(down: &Member<'_>, members: &[Member<'_>]) -> bool {
+    let mut producers = members.iter().filter(|member| feeds(&member.linear, &down.linear)).peekable();
+    producers.peek().is_some() && producers.all(|producer| producer.treatment != Treatment::Dense)
+}
+
+/// Folds the order in which each down_proj that must be stored in the model's order was grouped. `modules` are
+/// what `members` become. A down_proj that is EXL2 is fed by EXL2 only: others may stay GPTQ only with it.
+pub(super) fn fold_biased(checkpoint: &Checkpoint, members: &[Member<'_>], modules: &mut [PlannedModule]) {
+    for (i, down) in members.iter().enumerate().filter(|(_, member)| needs_identity(&member.linear)) {
+        let Decision::Exl2(decision) = &mut modules[i].decision else { continue };
+        if stored_rows(checkpoint, down.module, decision).is_identity() {
+            continue;
+        }
+        decision.folded = true;
+        for (member, planned) in members.iter().zip(&mut *modules) {
+            if let Decision::Exl2(decision) = &mut planned.decision
+                && feeds(&member.linear, &down.linear)
+            {
+                decision.columns_follow = Some(down.module.name().into());
+            }
+        }
+    }
+}
+
+/// The rows of a module in the order in which EXL2 stores them: entry j is the row of the model at place j.
+pub(crate) fn stored_rows(checkpoint: &Checkpoint, module: &Module, decision: &Exl2Decision) -> Permutation {
+    let k = module.in_features();
+    let rows = match (decision.order, groups_of_rows(checkpoint, module)) {
+        (RowOrder::Grouped, Some(groups)) => {
+            Permutation::stable_sort_by_key(k, |row| groups.get(row as usize).copied())
+        }
+        _ => Permutation::identity(k),
+    };
+    let cut = Cut::new(k, decision.group_size, None);
+    let places = stored_places(&cut.groups, &decision.bits).into_iter();
+    // The places of a cut are those of all rows, each once.
+    Permutation::new(places.map(|place| rows.map()[place]).collect()).unwrap_or(rows)
+}
+
 /// Whether a linear's outputs are what `down` takes in.
 fn feeds(linear: &Linear, down: &Linear) -> bool {
     matches!(linear.role, Role::Gate | Role::Up) && (linear.layer, linear.expert) == (down.layer, down.expert)
 }
 
-/// The order of a whole module's columns where the linears in it that feed `down` follow `order`, the sorted rows
+/// The order of a module's columns where the linears in it that feed `down` follow `order`, the sorted rows
 /// of that module: in a fused gate_up both halves do, each within its own columns. `None` where the sizes don't fit.
 pub(crate) fn columns_that_follow(
     checkpoint: &Checkpoint,
@@ -78,6 +128,8 @@ pub(crate) fn columns_that_follow(
     let mut columns: Vec<u32> = (0..u32::try_from(n).ok()?).collect();
     for linear in module.linears().iter().filter(|linear| feeds(linear, down)) {
         let own: Vec<usize> = match &linear.columns {
+            // A part is its linear and nothing else.
+            _ if module.columns().is_some() => (0..n).collect(),
             Some(part) if part.end() <= n => part.iter().collect(),
             Some(_) => return None,
             None => (0..n).collect(),

@@ -26,4 +26,4 @@ pub use regrid::{Grid, regrid};
 pub use samples::Samples;
 pub use search::Search;
 pub use simd::{SimdError, SimdPath, VARIABLE as SIMD_VARIABLE};
-pub use source::{Cut, RowOrder, Source};
+pub use source::{Cut, RowOrder, Source, stored_places};

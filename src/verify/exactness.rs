@@ -194,7 +194,7 @@ impl<'a> Comparison<'a> {
             return Ok(Some("its sizes aren't the source's".into()));
         }
         // What doesn't decode has been told of.
-        let Ok(values) = self.output.decoded(found) else { return Ok(None) };
+        let Ok(values) = self.output.loaded(found) else { return Ok(None) };
         Ok(match (claim.exactness, source) {
             (Exactness::Requantized, source) => {
                 let wanted = self.wanted(source, found)?;
@@ -211,7 +211,8 @@ impl<'a> Comparison<'a> {
     /// The order of a module's columns, if they follow another module's rows.
     fn columns(&self, claim: &ClaimedModule) -> Result<Option<Permutation>, NoOrder> {
         let Some(down) = claim.decision.columns_follow.as_deref() else { return Ok(None) };
-        let (order, module) = (self.orders.get(down), self.source.module(&claim.source));
+        let module = self.source.part(&claim.source, claim.columns.as_ref());
+        let order = self.orders.get(down);
         let (Some(order), Some(module)) = (order, module) else { return Err(NoOrder) };
         columns_that_follow(self.source, module, down, order).map(Some).ok_or(NoOrder)
     }
@@ -334,7 +335,7 @@ fn differs(
     if columns.is_some_and(|columns| columns.end() > wanted.info().elements()) {
         return Some("the report gives it columns beyond the source's".into());
     }
-    if found.shape() != shape || order.is_some_and(|order| [order.len()] != *wanted.shape()) {
+    if found.shape() != shape || order.is_some_and(|order| [order.len()] != *shape) {
         return Some(format!("its shape is {:?}, the source's {shape:?}", found.shape()));
     }
     if claimed == Exactness::Identical {
