@@ -224,6 +224,15 @@ fn a_choice_of_layers_is_kept_to() {
 }
 
 #[test]
+fn hidden_states_beyond_fp16_are_no_infinity() {
+    let copy = copy_with(&format!("{DOWN}.scales"), scale_by(1000.0));
+    let validation = validated(copy.path(), &Options { swap_in: None, ..options() });
+    assert_eq!(validation.non_finite, None);
+    let kl = validation.model.unwrap().kl.mean;
+    assert!(kl.is_finite() && kl > 1.0, "{kl}");
+}
+
+#[test]
 fn an_infinity_fails_and_names_its_block() {
     // Each weight of the largest scale that fp16 has overflows.
     let copy = copy_with(&format!("{DOWN}.scales"), scale_by(1e9));
