@@ -70,10 +70,12 @@ pub enum WarningCode {
     DenseMemberQuantized,
     /// A bias of zeros where the target expects none is left out.
     ZeroBiasDropped,
-    /// exllamav2 multiplies scales at load, which rounds them once more than the measured errors know.
+    /// exllamav2 multiplies the scales of modules that stay GPTQ at load, which rounds them once more.
     ScalesMultiplied,
     /// Groups that hold parts of several source groups.
     StraddlingGroups,
+    /// Modules that don't fit the width asked for of a GPTQ output: their weights change.
+    Requantized,
     /// Act-order of a down_proj that can't be folded into gate and up.
     NotFolded,
     /// A quantized head is stored as fp16.

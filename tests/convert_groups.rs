@@ -19,8 +19,9 @@ fn spread(model: &mut Model, module: &str, k: usize) {
 }
 
 #[test]
-fn with_biases_of_the_mlp_down_projs_rows_keep_their_order() {
-    // exllamav2 would permute the columns of gate and up, but not their biases.
+fn with_biases_of_the_mlp_down_projs_order_is_folded_into_gate_and_up() {
+    // exllamav2 would permute the columns of gate and up, but not their biases. Sources whose rows stand in the
+    // order of their groups need it only for mixed widths.
     let mut model = Model::new(&Quantized::default());
     for (name, _, n) in &LINEARS[4..] {
         model.put(name, "bias", Tensor::f16s(&[*n], &vec![0.0; *n]));
@@ -37,14 +38,13 @@ fn with_biases_of_the_mlp_down_projs_rows_keep_their_order() {
         assert!(order(DOWN).into_iter().eq(0..INTERMEDIATE as i64));
         assert!(!order(Q).into_iter().eq(0..HIDDEN as i64));
         assert_eq!(converted.checkpoint.tensor(&format!("{DOWN}.bias")).unwrap().bytes(), [0; 2 * HIDDEN]);
-        // Its groups then hold rows of several source groups, which is said, unless one holds all rows.
-        let straddling = converted.warnings("straddling_groups");
-        match converted.module(DOWN)["group_size"].as_u64().unwrap() {
-            128 => assert_eq!(straddling, []),
-            size => {
-                assert!(straddling.len() == 1 && straddling[0].0 == DOWN, "{straddling:?}");
-                assert_eq!(converted.module(DOWN)["straddling_groups"], (INTERMEDIATE as u64).div_ceil(size));
-            }
+        // Its groups hold whole groups of the source all the same.
+        assert_eq!(converted.warnings("straddling_groups"), []);
+        let rows: Vec<usize> = serde_json::from_value(converted.module(DOWN)["row_order"].clone()).unwrap();
+        let groups: Vec<usize> = rows.iter().map(|row| row % (INTERMEDIATE / 32)).collect();
+        assert!(groups.chunks(32).all(|groups| groups.iter().all(|group| *group == groups[0])), "{groups:?}");
+        for (name, ..) in &LINEARS[4..6] {
+            assert_eq!(converted.module(name)["decision"]["columns_follow"], DOWN);
         }
     }
 }

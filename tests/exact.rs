@@ -184,12 +184,14 @@ fn gptq_in_every_variant_decodes_to_the_same_bits() {
             let v2 = options.zeros == Some(ZeroConvention::V2);
             let wraps =
                 dir.ends_with("tiny-llama-2bit") && !options.symmetric && !v2 && variant != "as it is";
+            if narrow {
+                continue; // tests/requantize.rs
+            }
             match gptq(&from, &options) {
-                Err(requant::Error::Plan(plan::Error::TooNarrow { .. })) if narrow => {}
                 Err(requant::Error::Plan(plan::Error::ZeroNotStorable { zero: 0, count: 1, .. }))
                     if wraps => {}
                 Err(e) => panic!("{what}: {e}"),
-                Ok(_) if narrow || wraps => panic!("{what}: was not refused"),
+                Ok(_) if wraps => panic!("{what}: was not refused"),
                 Ok(out) => {
                     assert_same_weights(&from, &out, &hash, &what);
                     assert_config(&out, &what);
@@ -287,15 +289,6 @@ fn exl2_to_gptq_and_fp16_is_what_exllamav2s_kernel_decodes() {
                 assert!(gptq.zeros.symmetric && gptq.equal_groups && gptq.group_size >= 32);
             }
         }
-        let narrow = gptq(&from, &with_bits(4));
-        assert!(from.modules().iter().any(|module| widest(module) > 4));
-        let refused =
-            requant::Error::Plan(plan::Error::TooNarrow { module: String::new(), needed: 8, asked: 4 });
-        assert_eq!(
-            std::mem::discriminant(&narrow.expect_err("was accepted")),
-            std::mem::discriminant(&refused),
-            "{what}"
-        );
     }
 }
 

@@ -3,10 +3,12 @@
 
 mod support;
 
-use requant::checkpoint::{Checkpoint, Layout};
+use requant::checkpoint::{Checkpoint, Layout, OpenOptions};
 use requant::formats::gptq::ZeroConvention;
+use requant::progress::Silent;
+use requant::verify::verify;
 use std::path::Path;
-use support::binary::{Converted, FIXTURE, convert, refuse};
+use support::binary::{Converted, FIXTURE, convert, refuse, relative_error};
 use support::{folder, open};
 
 fn is_gptq(checkpoint: &Checkpoint, name: &str) -> bool {
@@ -84,4 +86,29 @@ fn what_exllamav2_does_not_read_is_never_kept() {
 fn keeping_needs_a_budget() {
     let refused = refuse(Path::new(FIXTURE), &["--bits", "4", "--keep-gptq"]);
     assert_eq!(refused.exit, 2);
+}
+
+/// The head is outside the budget: beside modules that are all kept it is quantized at its own width, and without
+/// a width it stays as it is.
+#[test]
+fn a_head_of_its_own_width_beside_kept_modules() {
+    let source = open(Path::new(FIXTURE));
+    let wanted = source.dequantize(source.module("lm_head").unwrap()).unwrap();
+    let converted = convert(Path::new(FIXTURE), &["--bpw", "6", "--keep-gptq", "--head-bits", "6"]);
+    assert_eq!(assert_kept(&converted, &source), 21);
+    let head = converted.checkpoint.module("lm_head").unwrap();
+    assert!(matches!(head.layout(), Layout::Exl2(_)));
+    assert_eq!(converted.widths("lm_head"), [6]);
+    let found = converted.checkpoint.dequantize(head).unwrap();
+    let error = relative_error(&wanted, &found);
+    let stated = converted.module("lm_head")["relative_error"].as_f64().unwrap();
+    assert!(error > 0.0 && (error - stated).abs() <= 1e-6 * stated, "{error} {stated}");
+    // Not every module is exact then, and the summary doesn't say so.
+    assert!(!converted.stdout.contains("every module stays GPTQ, exactly"), "{}", converted.stdout);
+    assert!(verify(&converted.out, &OpenOptions::default(), Some(&source), &Silent).unwrap().good);
+
+    let without = convert(Path::new(FIXTURE), &["--bpw", "6", "--keep-gptq"]);
+    let head = without.checkpoint.module("lm_head").unwrap();
+    assert!(matches!(head.layout(), Layout::Dense { .. }));
+    assert!(without.checkpoint.dequantize(head).unwrap() == wanted);
 }

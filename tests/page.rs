@@ -253,5 +253,9 @@ fn the_summary_names_verdict_layer_and_remedy() {
     assert_eq!(summary::worst(&broken()).unwrap().source, "model.layers.0.mlp.down_proj");
     assert!(summary::advice(&broken()).contains("Download the source again"));
     assert_eq!(summary::advice(&exact()), "Nothing needs doing.");
+    let gate = Gate { kind: GateKind::MaxKl, limit: 1.0, found: f64::NAN, met: false };
+    assert_eq!(summary::gate(&gate), "KL was not measured, at most 1 was asked");
+    let unmeasured = Validation { verdict: Verdict::GateMissed, layers: vec![], ..unsupported() };
+    assert!(summary::advice(&unmeasured).contains("what was not run"));
     assert_eq!(summary::kl(0.0), "0 (exact)");
 }

@@ -149,21 +149,75 @@ fn damage_without_a_known_cause_is_said_to_be_that() {
     assert!(promised > 0.0 && found > 0.0 && promised != found);
 }
 
-#[test]
-fn zero_points_off_by_one_are_named() {
+/// The fixture as GPTQ again, exactly.
+fn to_gptq(flags: &[&str]) -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("out");
-    let to_gptq = ["--to", "gptq", "--zeros", "v2", "--out"];
-    let ran = support::binary::requant().args(["convert", FIXTURE]).args(to_gptq).arg(&out).output().unwrap();
+    let mut command = support::binary::requant();
+    let ran = command.args(["convert", FIXTURE, "--to", "gptq"]).args(flags).arg("--out").arg(&out).output();
+    let ran = ran.unwrap();
     assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
     assert_eq!(validated(FIXTURE.as_ref(), &out).verdict, Verdict::Exact);
-    // 4-bit fields of 8: one more in each.
-    overwrite(&out, &format!("{VICTIM}.qzeros"), |bytes| bytes.iter_mut().for_each(|byte| *byte += 0x11));
-    let validation = validated(FIXTURE.as_ref(), &out);
-    let layer = validation.layers.iter().find(|layer| layer.source == VICTIM).unwrap();
-    assert_eq!(layer.fault, Some(LayoutFault::ZeroOff { by: 1 }));
-    assert_eq!(layer.promised_error, Some(0.0));
+    (dir, out)
+}
+
+/// What the check calls the fault of a directory in one module.
+fn named(out: &Path, module: &str) -> Option<LayoutFault> {
+    let validation = validated(FIXTURE.as_ref(), out);
     assert_eq!(validation.verdict, Verdict::Broken);
+    let layer = validation.layers.iter().find(|layer| layer.source == module).unwrap();
+    assert_eq!(layer.promised_error, Some(0.0));
+    layer.fault.clone()
+}
+
+/// The same of an exact GPTQ output, a tensor of which was changed.
+fn gptq_fault_of(suffix: &str, change: impl Fn(&mut [u8])) -> Option<LayoutFault> {
+    let (_dir, out) = to_gptq(&["--zeros", "v2"]);
+    overwrite(&out, &format!("{VICTIM}.{suffix}"), change);
+    named(&out, VICTIM)
+}
+
+#[test]
+fn zero_points_off_by_one_are_named() {
+    // 4-bit fields of 8: one more in each.
+    let fault = gptq_fault_of("qzeros", |bytes| bytes.iter_mut().for_each(|byte| *byte += 0x11));
+    assert_eq!(fault, Some(LayoutFault::ZeroOff { by: 1 }));
+}
+
+#[test]
+fn rows_with_the_scales_of_the_next_group_are_named() {
+    let fault = gptq_fault_of("g_idx", |bytes| {
+        let (words, _) = bytes.as_chunks_mut::<4>();
+        let groups = words.iter().map(|word| i32::from_le_bytes(*word)).max().unwrap() + 1;
+        words.iter_mut().for_each(|word| *word = ((i32::from_le_bytes(*word) + 1) % groups).to_le_bytes());
+    });
+    assert_eq!(fault, Some(LayoutFault::ScaleIndexOff { by: 1 }));
+}
+
+#[test]
+fn gptq_groups_with_each_others_scales_are_named() {
+    let n = open(FIXTURE.as_ref()).module(VICTIM).unwrap().out_features();
+    let fault = gptq_fault_of("scales", |bytes| {
+        let (first, rest) = bytes.split_at_mut(2 * n * 2);
+        first[2 * n..].swap_with_slice(&mut rest[2 * n..2 * n * 2]);
+    });
+    assert_eq!(fault, Some(LayoutFault::GroupsSwapped { first: 1, second: 3 }));
+}
+
+#[test]
+fn a_folded_order_that_goes_the_other_way_is_named() {
+    let (_dir, out) = to_gptq(&["--order", "sorted"]);
+    let path = out.join("report.json");
+    let mut report: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let mut inverted = None;
+    for module in report["modules"].as_array_mut().unwrap() {
+        let Ok(order) = serde_json::from_value::<Vec<u32>>(module["row_order"].clone()) else { continue };
+        let inverse = requant_formats::Permutation::new(order).unwrap().inverse();
+        module["row_order"] = inverse.map().into();
+        inverted = module["source"].as_str().map(str::to_owned);
+    }
+    std::fs::write(&path, report.to_string()).unwrap();
+    assert_eq!(named(&out, &inverted.unwrap()), Some(LayoutFault::PermutationInverted));
 }
 
 #[test]

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use support::binary::{FIXTURE, convert, json_of, names_in, requant};
-use support::writer::{Model, Quantized};
+use support::writer::{Model, Quantized, Tensor};
 use support::{folder, open};
 use tempfile::TempDir;
 
@@ -93,6 +93,50 @@ fn a_layer_alone_is_what_a_model_with_only_that_layer_changed_is() {
     let kl: Vec<f64> = validation.cumulative.iter().map(|block| block.kl).collect();
     assert_eq!(kl[0], 0.0);
     assert_eq!((kl[1], kl[2]), (model.kl.mean, model.kl.mean));
+}
+
+/// The converted model with biases in its MLPs has its intermediate channels in another order: run as it lies, it is
+/// the same model, and each layer is compared in the source's order.
+#[test]
+fn an_order_folded_with_biases_is_undone() {
+    let mut model = Model::read(FIXTURE.as_ref());
+    model.config["mlp_bias"] = json!(true);
+    let intermediate = model.config["intermediate_size"].as_u64().unwrap() as usize;
+    let hidden = model.config["hidden_size"].as_u64().unwrap() as usize;
+    for layer in 0..3 {
+        let name = |part: &str| format!("model.layers.{layer}.mlp.{part}_proj");
+        for (part, n) in [("gate", intermediate), ("up", intermediate), ("down", hidden)] {
+            let bias: Vec<f32> = (0..n).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect();
+            model.put(&name(part), "bias", Tensor::f16s(&[n], &bias));
+        }
+        let groups = model.tensor(&name("down"), "scales").shape[0];
+        let g_idx: Vec<i32> = (0..intermediate).map(|row| (row % groups) as i32).collect();
+        model.put(&name("down"), "g_idx", Tensor::i32s(&[intermediate], &g_idx));
+    }
+    let source = model.write();
+    for name in ["tokenizer.json", "tokenizer_config.json"] {
+        let from = Path::new(FIXTURE).join(name);
+        if from.exists() {
+            std::fs::copy(from, source.path().join(name)).unwrap();
+        }
+    }
+    let converted = convert(source.path(), &["--bits", "8", "--group-size", "32"]);
+    assert_ne!(converted.module(DOWN)["row_order"], Value::Null);
+    let (from, to) = (open(source.path()), open(&converted.out));
+    let validation = validate(&from, &to, &options(), &Cpu::new(2), &Silent).unwrap();
+    for layer in validation.layers.iter().filter(|layer| layer.role != "head") {
+        assert!(
+            layer.weight_error > 0.0 && layer.weight_error < 0.02,
+            "{}: {}",
+            layer.source,
+            layer.weight_error
+        );
+        let (output, swap) = (layer.output.unwrap(), layer.swap_in.unwrap());
+        assert!(output.relative_error < 0.02, "{}: {}", layer.source, output.relative_error);
+        assert!(swap.kl.abs() < 0.01, "{}: {}", layer.source, swap.kl);
+    }
+    let model = validation.model.unwrap();
+    assert!(model.kl.mean > 0.0 && model.kl.mean < 0.01, "{}", model.kl.mean);
 }
 
 #[test]
@@ -177,6 +221,15 @@ fn a_choice_of_layers_is_kept_to() {
     let (source, out) = (open(FIXTURE.as_ref()), open(&converted.out));
     let error = validate(&source, &out, &options, &Cpu::new(1), &Silent).unwrap_err();
     assert_eq!((error.code(), error.kind()), ("validate.no_layers", Kind::Usage));
+}
+
+#[test]
+fn hidden_states_beyond_fp16_are_no_infinity() {
+    let copy = copy_with(&format!("{DOWN}.scales"), scale_by(1000.0));
+    let validation = validated(copy.path(), &Options { swap_in: None, ..options() });
+    assert_eq!(validation.non_finite, None);
+    let kl = validation.model.unwrap().kl.mean;
+    assert!(kl.is_finite() && kl > 1.0, "{kl}");
 }
 
 #[test]

@@ -59,6 +59,16 @@ impl Permutation {
         Self(inverse)
     }
 
+    /// Both in turn: entry `j` is where `next` maps entry `j` of this one.
+    ///
+    /// # Panics
+    /// If they are of different lengths.
+    #[must_use]
+    pub fn then(&self, next: &Self) -> Self {
+        assert_eq!(self.len(), next.len(), "permutations of one length");
+        Self(self.0.iter().map(|&entry| next.0[entry as usize]).collect())
+    }
+
     /// The entries.
     pub fn map(&self) -> &[u32] {
         &self.0

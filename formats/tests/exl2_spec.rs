@@ -160,7 +160,7 @@ fn e4_2_e4_3_e4_4_e4_5_weights_of_all_widths() {
         let width = int(&case["bits"]) as u32;
         for ceiling in list(&case["ceilings"]) {
             let stored = half_of(&ceiling["q_scale_max"]);
-            let m1 = decode_ceiling(stored);
+            let m1 = decode_ceiling(stored, 1.0);
             assert_eq!(m1, half_of(&ceiling["m1"]));
             let matrix = generated(&[width], vec![stored]);
             let weights = matrix.dequantize();
@@ -196,8 +196,9 @@ fn e4_5_and_e5_2_weights_of_mixed_widths() {
 
 #[test]
 fn e4_3_small_ceilings_have_a_grid_and_then_vanish() {
-    let m1 =
-        |exponent: i32, factor: f32| decode_ceiling(f16::from_f32(2f32.powi(exponent) * factor)).to_bits();
+    let m1 = |exponent: i32, factor: f32| {
+        decode_ceiling(f16::from_f32(2f32.powi(exponent) * factor), 1.0).to_bits()
+    };
     assert_eq!(m1(-6, 1.0), 0x0400, "the least normal half");
     assert_eq!(m1(-16, 1.0), 1);
     assert_eq!(m1(-16, 1.5), 2, "a tie goes to the even neighbour");
@@ -231,8 +232,8 @@ fn e4_7_signs_of_zero() {
 fn e4_8_a_ceiling_that_decodes_to_the_chosen_one() {
     for bits in 0..0x7C00u16 {
         let chosen = f16::from_bits(bits);
-        match ceiling_for(chosen) {
-            Some(stored) => assert_eq!(decode_ceiling(stored).to_bits(), bits),
+        match ceiling_for(chosen, 1.0) {
+            Some(stored) => assert_eq!(decode_ceiling(stored, 1.0).to_bits(), bits),
             None => assert!(chosen.to_f32() * 256.0 > f16::MAX.to_f32()),
         }
     }
@@ -298,4 +299,46 @@ fn tensors_with_a_ragged_last_group_unpack() {
     assert_eq!(packed.q_groups, [5, 0, 5, 20, 5, 40]);
     let tensors = Tensors { q_groups: &[5, 0, 5, 20, 5, 40], ..packed.tensors() };
     assert_eq!(Matrix::unpack(tensors, 32).unwrap(), matrix);
+}
+
+/// E4.9: the product is one of fp32, with a factor rounded to fp32, rounded to half once.
+#[test]
+fn e4_9_a_prescale_multiplies_ceilings_before_they_are_rounded() {
+    // By hand: 0x2a3d is 1597 · 2⁻¹⁵; times 0.5 / 256 that is 798.5 · 2⁻²³ = 1597 · 2⁻²⁴, a subnormal of 1597 steps
+    // where 1024 and more are normal: the same digits.
+    assert_eq!(decode_ceiling(f16::from_bits(0x2a3d), 0.5).to_bits(), 0x063d);
+    // 0x0123 is 291 · 2⁻²⁴, and 1 · 2⁻²⁴ without; times 8 it is 9.09 steps.
+    assert_eq!(decode_ceiling(f16::from_bits(0x0123), 8.0).to_bits(), 9);
+    let matrix = plain(4, &[15; 32], 15, f16::from_bits(0x0123));
+    // 7 · 256 · m1, m1 of 1 and of 9 steps of 2⁻²⁴: not eight times the first.
+    let step = 2f32.powi(-24);
+    assert_eq!(matrix.dequantize()[0].to_f32(), 7.0 * 256.0 * step);
+    assert_eq!(matrix.dequantize_prescaled(8.0)[0].to_f32(), 7.0 * 256.0 * 9.0 * step);
+    assert_eq!(matrix.dequantize_prescaled(1.0), matrix.dequantize());
+}
+
+/// E4.9: whatever a `q_scale_max` decodes to under a prescale has one that decodes to it, and the nearest is found of
+/// what none does.
+#[test]
+fn e4_9_ceilings_are_met_under_a_prescale() {
+    for prescale in [0.22, 0.125, 1.0 / 3.0, 1.4 / 62f64.sqrt(), 0.7, 1.0, 3.0] {
+        let stored = || (1..0x7c00).map(f16::from_bits);
+        let mut reached: Vec<f32> = stored().map(|s| decode_ceiling(s, prescale).to_f32()).collect();
+        reached.dedup();
+        for &ceiling in reached.iter().filter(|ceiling| **ceiling != 0.0) {
+            let found = ceiling_for(f16::from_f32(ceiling), prescale).unwrap();
+            assert_eq!(decode_ceiling(found, prescale).to_f32(), ceiling, "{prescale}");
+        }
+        for wanted in (1..0x5c00).step_by(7).map(f16::from_bits) {
+            let Some(found) = ceiling_for(wanted, prescale) else {
+                assert!(wanted.to_f64() * 256.0 / prescale > 65_504.0, "{wanted} {prescale}");
+                continue;
+            };
+            let miss = |ceiling: f32| (ceiling - wanted.to_f32()).abs();
+            let at = reached.partition_point(|ceiling| *ceiling < wanted.to_f32());
+            let near = &reached[at.saturating_sub(1)..reached.len().min(at + 1)];
+            let best = near.iter().map(|c| miss(*c)).fold(f32::INFINITY, f32::min);
+            assert_eq!(miss(decode_ceiling(found, prescale).to_f32()), best, "{wanted} {prescale}");
+        }
+    }
 }

@@ -1,6 +1,6 @@
 //! The sizes that `config.json` gives.
 
-use super::{Architecture, MlpKind};
+use super::{Architecture, MlpKind, Role};
 use serde_json::{Map, Value};
 
 /// Sizes of a model.
@@ -41,6 +41,9 @@ pub struct Dims {
     /// What exllamav2 multiplies the scales of o and down by when it loads them: `residual_multiplier`
     /// (Granite), or `scale_depth / √layers` (MiniCPM); 1 elsewhere.
     pub residual_scale: f64,
+    /// What it multiplies the scales of a quantized head by: `logit_scale`, 1 / `logits_scaling` (Granite), or with
+    /// `dim_model_base` by the architecture (MiniCPM); 1 elsewhere.
+    pub logit_scale: f64,
     /// `tie_word_embeddings`, or that the architecture knows no other head.
     pub tied: bool,
 }
@@ -59,6 +62,9 @@ pub struct Error {
 
 /// No real model has more of anything; keeps products of two sizes far from overflow.
 const LARGEST: u64 = 1 << 28;
+
+/// No model's factor is beyond this, nor its inverse.
+const LARGEST_FACTOR: f64 = 65_536.0;
 
 impl Dims {
     /// Reads the sizes.
@@ -128,12 +134,28 @@ impl Dims {
                 (None, Some(depth)) => depth / (layers as f64).sqrt(),
                 (None, None) => 1.0,
             },
+            logit_scale: match keys.number("logits_scaling")? {
+                Some(scaling) => 1.0 / scaling,
+                None => {
+                    let base = keys.number("dim_model_base")?.filter(|_| arch.name == "MiniCPMForCausalLM");
+                    keys.number("logit_scale")?.unwrap_or(1.0) / base.map_or(1.0, |base| hidden as f64 / base)
+                }
+            },
             // A head that was quantized on its own is untied in words, also where the architecture ties it.
             tied: match keys.get("tie_word_embeddings") {
                 None | Some(Value::Null) => arch.tied_head,
                 Some(_) => keys.flag("tie_word_embeddings")?,
             },
         })
+    }
+
+    /// What exllamav2 multiplies the scales of a linear of the decoder by when it loads it: of o and down, but of no
+    /// expert's.
+    pub fn prescale(&self, linear: &super::Linear) -> f64 {
+        match linear.role {
+            Role::O | Role::Down if linear.expert.is_none() => self.residual_scale,
+            _ => 1.0,
+        }
     }
 
     /// Experts of a block; `None` where it has one plain MLP.
@@ -179,13 +201,15 @@ impl Keys<'_> {
         }
     }
 
-    /// A number; `None` where it is missing or 0.
+    /// A positive number; `None` where it is missing or 0.
     fn number(&self, key: &'static str) -> Result<Option<f64>, Error> {
         match self.0.get(key) {
             None | Some(Value::Null) => Ok(None),
             Some(value) => match value.as_f64() {
-                Some(number) => Ok(Some(number).filter(|number| *number != 0.0)),
-                None => Err(Error { key, found: Some(value.clone()), expected: "a number" }),
+                Some(number) if (0.0..=LARGEST_FACTOR).contains(&number) => {
+                    Ok(Some(number).filter(|number| *number >= 1.0 / LARGEST_FACTOR))
+                }
+                _ => Err(Error { key, found: Some(value.clone()), expected: "a number of 0 to 65536" }),
             },
         }
     }

@@ -127,8 +127,8 @@ impl Checkpoint {
         Ok(transpose(&floats, module.out_features, module.in_features))
     }
 
-    /// The weight of any module as `[in_features, out_features]` in fp16: what GPTQ and EXL2 decode to; a
-    /// dense one of another type is rounded.
+    /// The weight of any module as `[in_features, out_features]` in fp16: what GPTQ and EXL2 decode to, this with a
+    /// prescale of 1, as programs read it that multiply elsewhere; a dense one of another type is rounded.
     ///
     /// # Errors
     /// Those of [`gptq`](Self::gptq) and [`exl2`](Self::exl2).
@@ -164,6 +164,36 @@ impl Checkpoint {
         match module.layout() {
             Layout::Dense { .. } => self.dense(module),
             _ => Ok(self.dequantize(module)?.into_iter().map(f16::to_f32).collect()),
+        }
+    }
+
+    /// What exllamav2 multiplies the weight of an EXL2 module by when it loads it; 1 of nearly all.
+    pub fn prescale(&self, module: &Module) -> f64 {
+        let Some(dims) = self.dims() else { return 1.0 };
+        match module.linear() {
+            Some(linear) => dims.prescale(linear),
+            None if module.name() == self.naming().head => dims.logit_scale,
+            None => 1.0,
+        }
+    }
+
+    /// A module as exllamav2 computes with it, `[in_features, out_features]`, without the model's own factor: as
+    /// [`decoded`](Self::decoded), but of EXL2 modules with a [`prescale`](Self::prescale) the exact weights of its
+    /// kernel divided by it, rounded to fp32.
+    ///
+    /// # Errors
+    /// Those of [`dequantize`](Self::dequantize).
+    pub fn loaded(&self, module: &Module) -> Result<Vec<f32>, Error> {
+        let prescale = self.prescale(module);
+        match &module.layout {
+            Layout::Exl2(stored) if prescale != 1.0 => {
+                let weights = self.exl2(module)?.dequantize_prescaled(prescale);
+                let whole =
+                    first_columns(Cow::Owned(weights), stored.stored_out_features, module.whole_out_features);
+                let divided = |w: &f16| (w.to_f64() / prescale) as f32;
+                Ok(module.cut(whole).iter().map(divided).collect())
+            }
+            _ => self.decoded(module),
         }
     }
 

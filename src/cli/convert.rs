@@ -40,11 +40,12 @@ pub(super) struct Arguments {
     #[serde(skip)]
     pub(super) bpw: Vec<f64>,
     /// One width: for EXL2 that of all of the decoder's linears (2, 3, 4, 5, 6 or 8), for GPTQ the width to
-    /// store codes in (exact, so never less than they need).
+    /// store codes in: exact where it holds them, and a module that it doesn't hold is requantized, which is
+    /// said.
     #[arg(long, value_name = "N", conflicts_with = "bpw")]
     bits: Option<u32>,
     /// Rows of a group: for EXL2 with --bits a multiple of 32 (64 if left out), for GPTQ a divisor of the
-    /// source's.
+    /// source's, or any size for a module that is requantized.
     #[arg(long, value_name = "N", conflicts_with = "bpw")]
     group_size: Option<usize>,
     /// Leave modules GPTQ where that is smaller or better and exllamav2 reads them; with --bpw.
@@ -71,7 +72,8 @@ pub(super) struct Arguments {
     /// Convention of the source's stored zero points, where files contradict themselves.
     #[arg(long, value_name = "CONVENTION", value_enum)]
     source_zeros: Option<Zeros>,
-    /// Convention of stored zero points in a GPTQ output; the source's if left out.
+    /// Convention of stored zero points in a GPTQ output; the source's if left out. Modules that are
+    /// requantized get zero points of their own with it, and are symmetric without.
     #[arg(help_heading = "GPTQ output", long, value_enum)]
     zeros: Option<Zeros>,
     /// Re-centre asymmetric modules in a GPTQ output, exactly: 2 and 3 bits become 4, 4 bits become 8.

@@ -8,11 +8,13 @@ use std::str::FromStr;
 /// Where to compute.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Device {
-    /// The first GPU, or the processor where none can be used.
+    /// All GPUs that can be used, or the processor where none can.
     #[default]
     Auto,
     /// The processor.
     Cpu,
+    /// All GPUs that can be used.
+    AllCuda,
     /// This GPU, counted from 0.
     Cuda(usize),
 }
@@ -29,7 +31,7 @@ impl FromStr for Device {
         match text {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
-            "cuda" => Ok(Self::Cuda(0)),
+            "cuda" => Ok(Self::AllCuda),
             _ => {
                 let number = text.strip_prefix("cuda:").ok_or(NoDevice)?;
                 // A number has no sign here, which `parse` would take.
@@ -45,26 +47,30 @@ impl fmt::Display for Device {
         match self {
             Self::Auto => f.write_str("auto"),
             Self::Cpu => f.write_str("cpu"),
+            Self::AllCuda => f.write_str("cuda"),
             Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
         }
     }
 }
 
-/// A device that is ready.
+/// Devices that are ready.
 pub(super) enum Opened {
     /// All threads of the pool.
     Cpu(Cpu),
+    /// One at least.
     #[cfg(feature = "cuda")]
-    Cuda(Box<requant::kernels::cuda::Cuda>),
+    Cuda(Vec<requant::kernels::cuda::Cuda>),
 }
 
 impl Device {
-    /// Opens it. Under `auto`, a GPU that is there and can't be used is told of in a line on stderr.
+    /// Opens it. GPUs that are there and can't be used are told of in a line on stderr, where others can or under
+    /// `auto`.
     pub(super) fn open(self) -> Result<Opened, Error> {
         match self {
             Self::Cpu => Ok(processor()),
             Self::Cuda(ordinal) => gpu(ordinal),
-            Self::Auto => Ok(gpu(0).unwrap_or_else(|error| {
+            Self::AllCuda => gpus(),
+            Self::Auto => Ok(gpus().unwrap_or_else(|error| {
                 if worth_telling(&error) {
                     print::stderr(&format!("note: this runs on the CPU: {error}"));
                 }
@@ -81,11 +87,40 @@ fn processor() -> Opened {
 #[cfg(feature = "cuda")]
 fn gpu(ordinal: usize) -> Result<Opened, Error> {
     use requant::kernels::cuda::{Cuda, Setup};
-    Ok(Opened::Cuda(Box::new(Cuda::new(ordinal, &Setup::from_environment())?)))
+    Ok(Opened::Cuda(vec![Cuda::new(ordinal, &Setup::from_environment())?]))
+}
+
+/// All that can be used; why the first can't, where none can.
+#[cfg(feature = "cuda")]
+fn gpus() -> Result<Opened, Error> {
+    use requant::kernels::cuda::{Cuda, Setup, device_count};
+    let setup = Setup::from_environment();
+    let mut opened = Vec::new();
+    let mut refused = Vec::new();
+    for ordinal in 0..device_count()? {
+        match Cuda::new(ordinal, &setup) {
+            Ok(gpu) => opened.push(gpu),
+            Err(unavailable) => refused.push((ordinal, unavailable)),
+        }
+    }
+    match (opened.is_empty(), refused.first()) {
+        (true, Some((_, unavailable))) => return Err(unavailable.clone().into()),
+        (true, None) => return Err(requant::kernels::cuda::Unavailable::NoDevice.into()),
+        _ => {}
+    }
+    for (ordinal, unavailable) in refused {
+        print::stderr(&format!("note: cuda:{ordinal} is left out: {unavailable}"));
+    }
+    Ok(Opened::Cuda(opened))
 }
 
 #[cfg(not(feature = "cuda"))]
 fn gpu(_ordinal: usize) -> Result<Opened, Error> {
+    Err(Error::NotBuilt)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn gpus() -> Result<Opened, Error> {
     Err(Error::NotBuilt)
 }
 
@@ -108,10 +143,9 @@ mod tests {
 
     #[test]
     fn devices_are_read_as_they_are_shown() {
-        for device in [Device::Auto, Device::Cpu, Device::Cuda(0), Device::Cuda(12)] {
+        for device in [Device::Auto, Device::Cpu, Device::AllCuda, Device::Cuda(0), Device::Cuda(12)] {
             assert_eq!(device.to_string().parse::<Device>().ok(), Some(device));
         }
-        assert_eq!("cuda".parse::<Device>().ok(), Some(Device::Cuda(0)));
         for wrong in ["", "gpu", "CUDA", "cuda:", "cuda:x", "cuda:-1", "cuda:+1", "cuda0", "cpu:0", "cuda: 1"]
         {
             assert!(wrong.parse::<Device>().is_err(), "{wrong:?}");

@@ -2,7 +2,7 @@
 
 use super::print;
 use indicatif::{ProgressBar, ProgressStyle};
-use requant::progress::{CancelFlag, Event, Observer};
+use requant::progress::{CancelFlag, DeviceMemory, Event, Observer};
 use std::io::IsTerminal;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -133,6 +133,27 @@ fn duration(seconds: u64) -> String {
     }
 }
 
+fn in_words(memory: &DeviceMemory, free: u64) -> String {
+    let gib = |bytes: u64| format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30));
+    let weights = match memory.resident {
+        true => "all weights",
+        false => "weights, block by block",
+    };
+    let elsewhere = memory.states - memory.states_on_device;
+    let states = match elsewhere {
+        0 => String::new(),
+        bytes => format!(" ({} of them in the host's memory, or in another pass)", gib(bytes)),
+    };
+    format!(
+        "{}: {} free; {} for {weights}, {} to work with, {} for hidden states{states}",
+        memory.device,
+        gib(free),
+        gib(memory.weights),
+        gib(memory.work),
+        gib(memory.states),
+    )
+}
+
 impl Observer for Progress {
     fn event(&self, event: &Event<'_>) {
         // A panic elsewhere is what matters then.
@@ -180,6 +201,19 @@ impl Observer for Progress {
                 } else if self.style != Style::None {
                     let line = format!("{stage} will take about {}", duration(time.as_secs()));
                     self.bar.suspend(|| print::stderr(&line));
+                }
+                return;
+            }
+            Event::Memory(memory) => {
+                if self.style == Style::Json {
+                    let json = serde_json::json!({
+                        "device": memory.device, "free_memory": memory.free, "weights": memory.weights,
+                        "resident": memory.resident, "work": memory.work, "states": memory.states,
+                        "states_on_device": memory.states_on_device,
+                    });
+                    print::stderr(&json.to_string());
+                } else if let (false, Some(free)) = (self.style == Style::None, memory.free) {
+                    self.bar.suspend(|| print::stderr(&in_words(memory, free)));
                 }
                 return;
             }

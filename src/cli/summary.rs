@@ -4,7 +4,7 @@ use super::print;
 use requant::convert::Report;
 use requant::convert::report::Exactness;
 use requant::formats::exl2::Bits;
-use requant::plan::{Decision, DenseType, Plan, PlannedModule, Price};
+use requant::plan::{Decision, DenseType, Plan, PlannedModule, Price, Target};
 
 pub(super) fn plan_table(plan: &Plan) -> String {
     let header = ["module", "in", "out", "layout", "group", "bpw", "error", "one step up", "one step down"];
@@ -21,9 +21,14 @@ fn row(module: &PlannedModule) -> Vec<String> {
         Decision::Dense(DenseType::Bf16) => ("bf16".to_string(), String::new(), String::new()),
         Decision::Kept => ("kept".to_string(), String::new(), exact()),
         Decision::Gptq(decision) => (
-            format!("gptq {}-bit{}", decision.bits.get(), if decision.act_order { " act-order" } else { "" }),
+            format!(
+                "gptq {}-bit{}{}",
+                decision.bits.get(),
+                if decision.act_order { " act-order" } else { "" },
+                if decision.requantized { " requantized" } else { "" }
+            ),
             decision.group_size.to_string(),
-            exact(),
+            if decision.requantized { String::new() } else { exact() },
         ),
         Decision::Exl2(decision) => (
             widths(&decision.widths(module.in_features)),
@@ -100,8 +105,14 @@ pub(super) fn success(out: &str, report: &Report) -> String {
             let worst = report.modules.iter().max_by(|a, b| a.relative_error.total_cmp(&b.relative_error));
             let worst =
                 worst.map_or(String::new(), |m| format!(" (worst {:.5}: {})", m.relative_error, m.name));
+            let all = report.modules.len();
+            let lossy = report.modules.iter().filter(|m| m.exactness == Exactness::Requantized).count();
+            let of_gptq = match report.target {
+                Target::Gptq => format!("{lossy} of {all} modules requantized to fit --bits, "),
+                _ => String::new(),
+            };
             format!(
-                "{:.4} bpw, mean relative error {:.5}{worst}; whole file {:.4} bits a weight",
+                "{of_gptq}{:.4} bpw, mean relative error {:.5}{worst}; whole file {:.4} bits a weight",
                 report.totals.bpw, report.mean_relative_error, report.totals.file_bpw
             )
         }

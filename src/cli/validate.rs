@@ -10,7 +10,7 @@ use requant::progress::Observer;
 use requant::validate::page::html;
 use requant::validate::report::Verdict;
 use requant::validate::{
-    DEFAULT_TOKENS, Gates, Layers, Options, SwapIn, Text, Validation, summary, validate,
+    DEFAULT_TOKENS, Gates, Layers, Options, SwapIn, Text, Validation, summary, validate, validate_on,
 };
 use std::path::{Path, PathBuf};
 
@@ -88,7 +88,7 @@ pub(super) struct Measure {
     /// Tokens to measure each layer on, the first windows of the text; a quarter of --tokens if left out.
     #[arg(help_heading = "Validation", long, value_name = "N")]
     layer_tokens: Option<usize>,
-    /// Where to compute: auto (a GPU if one can be used), cpu, cuda, or cuda:N for one of several.
+    /// Where to compute: auto (all GPUs, or the CPU), cpu, cuda, or cuda:N for one of several.
     #[arg(help_heading = "Validation", long, value_name = "DEVICE", default_value_t = Device::Auto)]
     device: Device,
 }
@@ -166,7 +166,7 @@ impl Measure {
         match self.device.open().map_err(requant::validate::Error::from)? {
             Opened::Cpu(ops) => validate(source, converted, options, &ops, observer),
             #[cfg(feature = "cuda")]
-            Opened::Cuda(ops) => validate(source, converted, options, &*ops, observer),
+            Opened::Cuda(gpus) => validate_on(source, converted, options, &gpus, observer),
         }
     }
 }

@@ -5,7 +5,9 @@ use super::report::{Exactness, ReportModule, TensorOrigin};
 use super::{Error, Quantizer};
 use crate::checkpoint::{Checkpoint, Layout, Module, TensorView, transpose};
 use crate::output::{ShardWriter, TensorSpec};
-use crate::plan::{Decision, Exl2Decision, PlannedModule, PlannedTensor, specs};
+use crate::plan::{
+    Decision, Exl2Decision, Plan, PlannedModule, PlannedTensor, columns_that_follow, specs, stored_rows,
+};
 use crate::quantize::{Source, to_half};
 use half::{bf16, f16};
 use requant_formats::Permutation;
@@ -13,9 +15,10 @@ use requant_formats::exl2::{Matrix, Packed};
 use safetensors::Dtype;
 use std::borrow::Cow;
 
-/// Converts and writes a module.
+/// Converts and writes a module of `plan`.
 pub(super) fn convert(
     checkpoint: &Checkpoint,
+    plan: &Plan,
     planned: &PlannedModule,
     quantizer: &dyn Quantizer,
     writer: &ShardWriter,
@@ -33,15 +36,22 @@ pub(super) fn convert(
     let exactness = match (&planned.decision, module) {
         (Decision::Dense(dtype), _) => write_dense(checkpoint, planned, dtype.dtype(), writer)?,
         (Decision::Exl2(decision), _) => {
-            relative_error = write_exl2(checkpoint, planned, decision, quantizer, writer)?;
+            let rows = match (decision.folded, module) {
+                (true, Some(module)) => Some(stored_rows(checkpoint, module, decision)),
+                _ => None,
+            };
+            columns = exl2_column_order(checkpoint, plan, module, decision);
+            let orders = Orders { rows: rows.as_ref(), columns: columns.as_ref() };
+            relative_error = write_exl2(checkpoint, planned, decision, &orders, quantizer, writer)?;
+            row_order = rows.map(|rows| rows.map().to_vec());
             Exactness::Requantized
         }
         (Decision::Gptq(decision), Some(module)) => {
-            columns = relayout::column_order(checkpoint, decision)?;
-            let (rows, exactness) =
+            columns = relayout::column_order(checkpoint, module, decision)?;
+            let outcome =
                 relayout::write_gptq(checkpoint, planned, module, decision, columns.as_ref(), writer)?;
-            row_order = rows;
-            exactness
+            (row_order, relative_error) = (outcome.rows, outcome.relative_error);
+            outcome.exactness
         }
         (Decision::Kept | Decision::Gptq(_), _) => {
             for name in &weight_sources {
@@ -192,26 +202,48 @@ fn write_dense(
     Ok(Exactness::Rounded)
 }
 
+/// The order that rows and columns take in the output.
+struct Orders<'a> {
+    rows: Option<&'a Permutation>,
+    columns: Option<&'a Permutation>,
+}
+
+/// The order of the columns of a module that feeds one whose rows are folded.
+fn exl2_column_order(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    module: Option<&Module>,
+    decision: &Exl2Decision,
+) -> Option<Permutation> {
+    let name = decision.columns_follow.as_deref()?;
+    let down = plan.modules.iter().find(|planned| planned.source == name)?;
+    let Decision::Exl2(down) = &down.decision else { return None };
+    let rows = stored_rows(checkpoint, checkpoint.module(name)?, down);
+    columns_that_follow(checkpoint, module?, name, &rows)
+}
+
 /// Quantizes, checks what the packed bytes decode to, and writes them. Gives the relative error.
 fn write_exl2(
     checkpoint: &Checkpoint,
     planned: &PlannedModule,
     decision: &Exl2Decision,
+    orders: &Orders<'_>,
     quantizer: &dyn Quantizer,
     writer: &ShardWriter,
 ) -> Result<f64, crate::Error> {
     let module = checkpoint.part(&planned.source, planned.columns.as_ref());
-    let source = quantizer_source(checkpoint, planned, module, decision)?;
+    let source = quantizer_source(checkpoint, planned, module, decision)?.prescaled(decision.prescale);
     let quantized = quantizer.quantize(planned, decision, &source)?;
-    let packed = quantized.matrix.pack();
-    check_round_trip(planned, &source, &packed, quantized.squared_error)?;
+    let relative_error = quantized.relative_error();
+    let packed = quantized.matrix.reordered(orders.rows, orders.columns).pack();
+    check_round_trip(planned, decision, &source, orders, &packed, quantized.squared_error)?;
     let write = |suffix: &str, bytes: &[u8]| writer.write(&format!("{}.{suffix}", planned.name), bytes);
     write("q_weight", bytemuck::cast_slice(&packed.q_weight))?;
     write("q_invperm", bytemuck::cast_slice(&packed.q_invperm))?;
     write("q_scale", bytemuck::cast_slice(&packed.q_scale))?;
     write("q_scale_max", bytemuck::cast_slice(&packed.q_scale_max))?;
     write("q_groups", bytemuck::cast_slice(&packed.q_groups))?;
-    Ok(quantized.relative_error())
+    Ok(relative_error)
 }
 
 /// The weights to quantize, columns padded to a multiple of 32 with zeros.
@@ -249,7 +281,9 @@ fn quantizer_source(
 /// differences must be what the quantizer promised (it sums in another order, hence the tolerance).
 fn check_round_trip(
     planned: &PlannedModule,
+    decision: &Exl2Decision,
     source: &Source,
+    orders: &Orders<'_>,
     packed: &Packed,
     expected: f64,
 ) -> Result<(), Error> {
@@ -257,14 +291,19 @@ fn check_round_trip(
     let unpacked = Matrix::unpack(packed.tensors(), planned.stored_out_features())
         .map_err(|source| Error::Matrix { module: module(), source })?;
     let n = source.out_features();
-    let (decoded, wanted) = (unpacked.dequantize(), source.decoded());
-    let rows = decoded.chunks_exact(n).zip(wanted.chunks_exact(n));
-    let found: f64 = rows
-        .map(|(decoded, wanted)| {
-            let miss = |(d, w): (&f16, &f32)| (f64::from(d.to_f32()) - f64::from(*w)).powi(2);
-            decoded.iter().zip(wanted).map(miss).sum::<f64>()
-        })
-        .sum();
+    let (decoded, wanted) = (unpacked.dequantize_prescaled(decision.prescale), source.decoded());
+    let mut in_order = vec![0.0; n];
+    let mut found = 0.0;
+    for (row, decoded) in decoded.chunks_exact(n).enumerate() {
+        let row = orders.rows.map_or(row, |order| order.map()[row] as usize);
+        let mut wanted = &wanted[row * n..][..n];
+        if let Some(columns) = orders.columns {
+            in_order.iter_mut().zip(columns.map()).for_each(|(to, &column)| *to = wanted[column as usize]);
+            wanted = &in_order;
+        }
+        let miss = |(d, w): (&f16, &f32)| (f64::from(d.to_f32()) - f64::from(*w)).powi(2);
+        found += decoded.iter().zip(wanted).map(miss).sum::<f64>();
+    }
     if (found - expected).abs() > 1e-9 * expected.max(f64::MIN_POSITIVE) + f64::MIN_POSITIVE {
         return Err(Error::RoundTrip { module: module(), found, expected });
     }

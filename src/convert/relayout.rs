@@ -1,17 +1,28 @@
-//! Exact conversions: the same weights in another GPTQ layout, proven on the bytes before they are written.
+//! The same weights in another GPTQ layout, proven on the bytes before they are written; and other weights where
+//! the plan says that a width doesn't hold them, measured on these bytes.
 
 use super::Error;
 use super::report::Exactness;
 use crate::checkpoint::{Checkpoint, Layout, Module};
 use crate::output::ShardWriter;
-use crate::plan::{GptqDecision, PlannedModule};
+use crate::plan::{GptqDecision, PlannedModule, columns_that_follow};
+use crate::quantize::{Grid, regrid};
 use half::{bf16, f16};
 use requant_formats::gptq::{self, GIdx, Matrix, Shape, ZeroEncoding};
 use requant_formats::{Permutation, exl2};
 use safetensors::Dtype;
 
-/// Writes a module's four tensors, its columns in the order of [`column_order`]. Gives the order of its rows, if they are sorted (entry j is the row of the
-/// source that stands at place j), and whether the weights are the source's to the bit.
+/// What became of a module's weight.
+pub(super) struct Outcome {
+    /// The order of its rows, if they are sorted: entry j is the row of the source that stands at place j.
+    pub(super) rows: Option<Vec<u32>>,
+    /// Whether the weights are the source's to the bit.
+    pub(super) exactness: Exactness,
+    /// Frobenius norm of the difference over that of the weight; 0 unless it is requantized.
+    pub(super) relative_error: f64,
+}
+
+/// Writes a module's four tensors, its columns in the order of [`column_order`].
 pub(super) fn write_gptq(
     checkpoint: &Checkpoint,
     planned: &PlannedModule,
@@ -19,12 +30,13 @@ pub(super) fn write_gptq(
     decision: &GptqDecision,
     columns: Option<&Permutation>,
     writer: &ShardWriter,
-) -> Result<(Option<Vec<u32>>, Exactness), crate::Error> {
+) -> Result<Outcome, crate::Error> {
     let broken = |source: gptq::Error| Error::GptqMatrix { module: planned.source.clone(), source };
     if columns.is_none() && write_with_same_codes(checkpoint, planned, module, decision, writer)? {
-        return Ok((None, Exactness::Exact));
+        return Ok(Outcome { rows: None, exactness: Exactness::Exact, relative_error: 0.0 });
     }
-    let source = matrix(checkpoint, module, decision.bits)?;
+    let wide = if decision.requantized { gptq::Bits::ALL[3] } else { decision.bits };
+    let source = matrix(checkpoint, module, wide)?;
     let mut changed = source.clone();
     if let Some(columns) = columns {
         changed = changed.with_columns(columns).map_err(broken)?;
@@ -34,12 +46,14 @@ pub(super) fn write_gptq(
         let (sorted, order) = changed.sorted().map_err(broken)?;
         (changed, rows) = (sorted, Some(order));
     }
-    changed = match decision.recentred {
-        true => changed.recentred(decision.bits),
-        false => changed.widened(decision.bits),
+    let moved = decision.requantized.then(|| changed.clone());
+    changed = match (decision.requantized, decision.recentred) {
+        (true, _) => regrid(&changed, &grid(decision, source.g_idx())),
+        (false, true) => changed.recentred(decision.bits),
+        (false, false) => changed.widened(decision.bits),
     }
     .map_err(broken)?;
-    if decision.group_size < changed.g_idx().group_size() {
+    if !decision.requantized && decision.group_size < changed.g_idx().group_size() {
         changed = changed.with_group_size(decision.group_size).map_err(broken)?;
     }
     let shape = *changed.shape();
@@ -51,9 +65,11 @@ pub(super) fn write_gptq(
     let back = read_back(decision, written).map_err(broken)?;
     // Scales that had to be rounded change weights; the plan has asked whether that may be.
     let exactness = match back.scales() == changed.scales() {
+        _ if decision.requantized => Exactness::Requantized,
         true => Exactness::Exact,
         false => Exactness::Rounded,
     };
+    let relative_error = moved.map_or(0.0, |wanted| relative_error(&wanted, &back));
     if exactness == Exactness::Exact {
         compare(planned, &source, &back, rows.as_ref(), columns)?;
     }
@@ -62,7 +78,28 @@ pub(super) fn write_gptq(
     write("qzeros", bytemuck::cast_slice(&qzeros))?;
     write("scales", &scale_bytes)?;
     write("g_idx", bytemuck::cast_slice(&g_idx))?;
-    Ok((rows.map(|order| order.map().to_vec()), exactness))
+    Ok(Outcome { rows: rows.map(|order| order.map().to_vec()), exactness, relative_error })
+}
+
+/// The grid of a module that is requantized. Groups that stay keep their rows.
+fn grid(decision: &GptqDecision, groups: &GIdx) -> Grid {
+    Grid {
+        bits: decision.bits,
+        group_size: (decision.group_size != groups.group_size()).then_some(decision.group_size),
+        zeros: (!decision.symmetric).then_some(decision.zeros),
+    }
+}
+
+/// Frobenius norm of the difference over that of the weights as decoded; both have the same order.
+fn relative_error(wanted: &Matrix, found: &Matrix) -> f64 {
+    let (wanted, found) = (wanted.dequantize(), found.dequantize());
+    let (mut squared, mut norm) = (0.0, 0.0);
+    for (wanted, found) in wanted.iter().zip(&found) {
+        let (wanted, found) = (f64::from(wanted.to_f32()), f64::from(found.to_f32()));
+        squared += (found - wanted) * (found - wanted);
+        norm += wanted * wanted;
+    }
+    if norm > 0.0 { (squared / norm).sqrt() } else { squared.sqrt() }
 }
 
 /// Writes a module of which only the storage of its zero points changes: `qweight` and `scales` are the source's
@@ -79,8 +116,9 @@ fn write_with_same_codes(
     let (qweight, scales) = (tensor("qweight")?, tensor("scales")?);
     let n = module.out_features();
     let whole = module.columns().is_none() && qweight.shape()[1] == n && scales.shape()[1] == n;
-    let same = (stored.shape.bits, stored.scales, stored.shape.groups)
-        == (decision.bits, decision.scales, decision.groups)
+    let same = !decision.requantized
+        && (stored.shape.bits, stored.scales, stored.shape.groups)
+            == (decision.bits, decision.scales, decision.groups)
         && !decision.sorted;
     if !whole || !same {
         return Ok(false);
@@ -119,12 +157,12 @@ fn encoding(zeros: gptq::ZeroConvention) -> ZeroEncoding {
 /// The order that a module's columns take in the output.
 pub(super) fn column_order(
     checkpoint: &Checkpoint,
+    module: &Module,
     decision: &GptqDecision,
 ) -> Result<Option<Permutation>, crate::Error> {
-    match &decision.columns_follow {
-        Some(down) => row_order(checkpoint, down),
-        None => Ok(None),
-    }
+    let Some(down) = &decision.columns_follow else { return Ok(None) };
+    let Some(order) = row_order(checkpoint, down)? else { return Ok(None) };
+    Ok(columns_that_follow(checkpoint, module, down, &order))
 }
 
 /// A quantized module as a GPTQ matrix; one that is EXL2 becomes symmetric.

@@ -118,7 +118,7 @@ fn convert_modules(
             return Err(crate::Error::Cancelled);
         }
         let before = origins.len();
-        let module = module::convert(checkpoint, planned, quantizer, writer, origins)?;
+        let module = module::convert(checkpoint, plan, planned, quantizer, writer, origins)?;
         let outcome = Outcome {
             relative_error: module.relative_error,
             exactness: module.exactness,

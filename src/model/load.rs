@@ -81,6 +81,11 @@ fn linear<O: Operations>(
 ) -> Result<Linear<O>, crate::Error> {
     let weight = match module.layout() {
         Layout::Gptq(_) => Weight::from(checkpoint.gptq(module)?),
+        // Kernels know no prescale.
+        Layout::Exl2(_) if checkpoint.prescale(module) != 1.0 => {
+            let (k, n) = (module.in_features(), module.out_features());
+            dense(&transpose(&checkpoint.loaded(module)?, k, n), k, n)
+        }
         Layout::Exl2(_) => {
             Weight::Exl2 { matrix: Arc::new(checkpoint.exl2(module)?), out_features: module.out_features() }
         }
@@ -90,13 +95,17 @@ fn linear<O: Operations>(
         Layout::Dense { .. } => {
             // Rows of a fused weight: few enough to copy.
             let (k, n) = (module.in_features(), module.out_features());
-            let rows = transpose(&checkpoint.dense(module)?, k, n);
-            let bytes: Vec<u8> = rows.iter().flat_map(|value| value.to_le_bytes()).collect();
-            Dense { dtype: DenseType::F32, out_features: n, in_features: k, bytes: Arc::new(bytes) }.into()
+            dense(&transpose(&checkpoint.dense(module)?, k, n), k, n)
         }
     };
     let bias = checkpoint.bias(module)?.map(|bias| ops.upload(&bias, bias.len())).transpose()?;
     Ok(Linear::new(ops.upload_weight(&weight)?, bias))
+}
+
+/// A dense weight `[n, k]`.
+fn dense(rows: &[f32], k: usize, n: usize) -> Weight {
+    let bytes: Vec<u8> = rows.iter().flat_map(|value| value.to_le_bytes()).collect();
+    Dense { dtype: DenseType::F32, out_features: n, in_features: k, bytes: Arc::new(bytes) }.into()
 }
 
 /// A dense tensor `[out_features, in_features]` where it lies in its file.

@@ -143,16 +143,6 @@ pub enum Error {
         /// The size asked for.
         asked: usize,
     },
-    /// A width that doesn't hold the module's codes.
-    #[error("the module needs {needed} bits to stay exact, {asked} were asked for")]
-    TooNarrow {
-        /// Name in the source.
-        module: String,
-        /// The width needed.
-        needed: u32,
-        /// The width asked for.
-        asked: u32,
-    },
     /// An asymmetric 8-bit module has no wider width to be re-centred in.
     #[error("the module is asymmetric at 8 bits, which can't be re-centred exactly")]
     CannotRecentre {
@@ -243,7 +233,6 @@ impl Diagnose for Error {
             Self::RulesDisagree { .. } => "plan.rules_disagree",
             Self::NothingQuantized => "plan.nothing_quantized",
             Self::GroupSplit { .. } => "plan.group_split",
-            Self::TooNarrow { .. } => "plan.too_narrow",
             Self::CannotRecentre { .. } => "plan.cannot_recentre",
             Self::ZeroNotStorable { .. } => "plan.zero_not_storable",
             Self::ScaleOverflow { .. } => "plan.scale_overflow",
@@ -285,7 +274,6 @@ impl Diagnose for Error {
             | Self::TransposedDense { module }
             | Self::RulesDisagree { module, .. }
             | Self::GroupSplit { module, .. }
-            | Self::TooNarrow { module, .. }
             | Self::CannotRecentre { module }
             | Self::ZeroNotStorable { module, .. }
             | Self::ScaleOverflow { module, .. }
@@ -338,8 +326,7 @@ impl Diagnose for Error {
             Self::UnusedRule { .. } => "`requant inspect` lists the modules' names".into(),
             Self::NothingQuantized => "the source is dense: --to exl2 quantizes it".into(),
             Self::GroupSplit { .. } => "choose a divisor of the source's group size".into(),
-            Self::TooNarrow { needed, .. } => format!("--bits {needed} is exact; a narrower width needs quantizing anew"),
-            Self::CannotRecentre { .. } => "--zeros v2 keeps it asymmetric".into(),
+            Self::CannotRecentre { .. } => "without --sym or --for it stays asymmetric; --bits 8 or 4 requantizes it, which changes weights".into(),
             Self::ZeroNotStorable { convention: ZeroConvention::V1, .. } => {
                 "readers disagree on what v1 stores for 0: use --zeros v2, or --sym to re-centre exactly".into()
             }

@@ -52,6 +52,9 @@ pub(super) fn plan(
             Decision::Exl2(Exl2Decision {
                 group_size,
                 order,
+                folded: false,
+                columns_follow: None,
+                prescale: dims.logit_scale,
                 straddling_groups: aligned.map_or(0, |m| straddling(checkpoint, m, order, group_size)),
                 stored_bits: stored_bits(k, n.next_multiple_of(ROW_UNIT), group_size, &bits),
                 bits,

@@ -6,6 +6,7 @@
 
 mod choose;
 mod error;
+mod fold;
 mod head;
 mod keep;
 mod options;
@@ -21,6 +22,7 @@ mod tests;
 mod totals;
 
 pub use error::Error;
+pub(crate) use fold::{columns_that_follow, stored_rows};
 pub use options::{GROUP_SIZES, ModuleOption, Price};
 pub use relayout::{GptqDecision, GptqOptions, Order};
 pub use rules::WidthRule;
@@ -203,12 +205,32 @@ pub struct Exl2Decision {
     pub bits: Vec<Bits>,
     /// In which order rows are grouped.
     pub order: RowOrder,
+    /// Whether rows are stored in the model's order after all: in that of their groups, which the columns of the
+    /// modules that feed them follow.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub folded: bool,
+    /// The module of the source whose folded rows give the order of this module's columns.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub columns_follow: Option<String>,
+    /// What exllamav2 multiplies its scales by when it loads it: codes and scales are chosen for the weight times this,
+    /// and its error is that of the product as decoded.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub prescale: f64,
     /// Groups that hold rows of several source groups without holding these whole.
     pub straddling_groups: usize,
     /// Bits of the five tensors and the bias.
     pub stored_bits: u64,
     /// Frobenius norm of the difference over that of the weight, if it was measured.
     pub relative_error: Option<f64>,
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde asks with a reference")]
+fn is_one(prescale: &f64) -> bool {
+    *prescale == 1.0
 }
 
 impl Exl2Decision {
@@ -298,8 +320,10 @@ impl Plan {
         rules::check_used(&options.set, &members, heads)?;
         rules::check_used(&options.min, &members, heads)?;
         let head = head::plan(checkpoint, arch, dims, options, &mut warnings)?;
-        let jobs: Vec<Job<'_>> =
-            members.iter().map(|member| Job::new(member, options)).collect::<Result<_, _>>()?;
+        let jobs: Vec<Job<'_>> = members
+            .iter()
+            .map(|member| Job::new(member, &members, dims, options))
+            .collect::<Result<_, _>>()?;
         let quantized: Vec<&Job<'_>> = jobs.iter().filter(|job| job.space.is_some()).collect();
         if quantized.is_empty() {
             return Err(Error::NothingToQuantize.into());
@@ -331,10 +355,11 @@ impl Plan {
                 job.planned(checkpoint, outcome.unwrap_or_else(Outcome::dense))
             })
             .collect();
+        fold::fold_biased(checkpoint, &members, &mut modules);
         let stored_bits: Vec<u64> = modules.iter().map(|m| m.stored_bits).collect();
         warnings.extend(sets::dense_members_quantized(&members, &stored_bits));
         warnings.extend(modules.iter().filter_map(straddling));
-        warnings.extend(multiplied(dims));
+        warnings.extend(multiplied(&members, dims, &modules));
         let untied = dims.tied && head.is_some();
         modules.extend(head);
         dense_tensors.extend(checkpoint.other_tensors().filter_map(|tensor| {
@@ -350,16 +375,19 @@ impl Plan {
     }
 }
 
-/// `q_scale_max` times the factor is rounded to a multiple of 2⁻²⁴ at load: a part of the scale that grows as
-/// the factor and the scales shrink.
-fn multiplied(dims: &Dims) -> Option<Warning> {
-    (dims.residual_scale != 1.0).then(|| Warning {
+/// The scales of GPTQ modules times the factor are rounded to fp16 at load. Those of EXL2 are chosen for it.
+fn multiplied(members: &[sets::Member<'_>], dims: &Dims, modules: &[PlannedModule]) -> Option<Warning> {
+    let is_gptq = |planned: &PlannedModule| matches!(planned.decision, Decision::Kept | Decision::Gptq(_));
+    let pairs = || members.iter().zip(modules);
+    let (first, _) = pairs().find(|(m, planned)| is_gptq(planned) && dims.prescale(&m.linear) != 1.0)?;
+    Some(Warning {
         code: WarningCode::ScalesMultiplied,
         subject: "config.json".into(),
         message: format!(
-            "exllamav2 multiplies the scales of o_proj and down_proj by {:.4} when it loads them, and rounds them \
-             again: at 6 and 8 bits their error is larger than measured here",
-            dims.residual_scale
+            "exllamav2 multiplies the scales of o_proj and down_proj by {:.4} when it loads them: it rounds those that \
+             stay GPTQ, as {} does, once more",
+            dims.residual_scale,
+            first.module.name()
         ),
     })
 }

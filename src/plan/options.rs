@@ -1,9 +1,10 @@
 //! The options of a module: widths and group sizes, their sizes and measured errors.
 
+use super::fold::{can_fold, needs_identity};
 use super::rules;
 use super::sets::{Member, Treatment};
 use super::{BiasDecision, Decision, DenseType, Error, Exl2Decision, PlanOptions, PlannedModule, Target};
-use crate::arch::Role;
+use crate::arch::Dims;
 use crate::checkpoint::{Checkpoint, Layout, Module};
 use crate::quantize::{Cut, RowOrder, Samples, Source, fit_group};
 use rayon::prelude::*;
@@ -60,6 +61,8 @@ pub(super) struct Space {
     /// What they would be without `set` and `min`.
     unruled: Vec<Bits>,
     order: RowOrder,
+    /// What exllamav2 multiplies the scales by at load.
+    prescale: f64,
 }
 
 /// What a linear becomes, and what that was chosen from.
@@ -96,7 +99,13 @@ impl Outcome {
 }
 
 impl<'a> Job<'a> {
-    pub(super) fn new(member: &'a Member<'a>, options: &PlanOptions) -> Result<Self, Error> {
+    /// `members` are all of the model.
+    pub(super) fn new(
+        member: &'a Member<'a>,
+        members: &[Member<'_>],
+        dims: &Dims,
+        options: &PlanOptions,
+    ) -> Result<Self, Error> {
         if member.treatment == Treatment::Dense {
             return Ok(Self { member, space: None, keep: false });
         }
@@ -124,7 +133,8 @@ impl<'a> Job<'a> {
             unruled.drain(..unruled.len() - 1);
             group_sizes.truncate(1);
         }
-        let space = Some(Space { group_sizes, widths, unruled, order: row_order(member) });
+        let (order, prescale) = (row_order(member, members), dims.prescale(&member.linear));
+        let space = Some(Space { group_sizes, widths, unruled, order, prescale });
         // A width that the user fixed is not the source's.
         Ok(Self { member, space, keep: options.keep_gptq && set.is_none() })
     }
@@ -172,6 +182,9 @@ impl<'a> Job<'a> {
             decision: Decision::Exl2(Exl2Decision {
                 group_size,
                 order: space.order,
+                folded: false,
+                columns_follow: None,
+                prescale: space.prescale,
                 straddling_groups: straddling(checkpoint, self.member.module, space.order, group_size),
                 stored_bits: self.stored_bits(group_size, &bits),
                 bits,
@@ -184,7 +197,7 @@ impl<'a> Job<'a> {
     /// Measures all options.
     pub(super) fn measure(&self, checkpoint: &Checkpoint) -> Result<Vec<Candidate>, crate::Error> {
         let Some(space) = &self.space else { return Ok(Vec::new()) };
-        let source = source(checkpoint, self.member.module, space.order)?;
+        let source = source(checkpoint, self.member.module, space.order)?.prescaled(space.prescale);
         let mut candidates = Vec::new();
         for &group_size in &space.group_sizes {
             let cut = source.cut(group_size);
@@ -278,6 +291,9 @@ impl<'a> Job<'a> {
                     group_size: chosen.group_size,
                     bits: chosen.bits.clone(),
                     order: space.order,
+                    folded: false,
+                    columns_follow: None,
+                    prescale: space.prescale,
                     straddling_groups: chosen.straddling,
                     stored_bits: chosen.stored_bits,
                     relative_error: Some(chosen.squared_error.sqrt()),
@@ -372,10 +388,13 @@ pub(super) fn stored_bits(in_features: usize, out_features: usize, group_size: u
     rows.zip(bits).map(code_bits).sum::<u64>() + (4 * n + 48) * groups + 32 * k
 }
 
-/// exllamav2 permutes the columns of gate and up to match down_proj's rows, but not their biases.
-fn row_order(member: &Member<'_>) -> RowOrder {
-    let linear = &member.linear;
-    if linear.role == Role::Down && linear.bias { RowOrder::Natural } else { RowOrder::Grouped }
+/// exllamav2 permutes the columns of gate and up to match down_proj's rows, but not their biases: with biases the
+/// rows are grouped only if their order can be folded into gate and up.
+fn row_order(member: &Member<'_>, members: &[Member<'_>]) -> RowOrder {
+    match needs_identity(&member.linear) && !can_fold(member, members) {
+        true => RowOrder::Natural,
+        false => RowOrder::Grouped,
+    }
 }
 
 /// Sizes that hold whole source groups or equal parts of one; all sizes where none does.
@@ -402,21 +421,25 @@ pub(super) fn straddling(
     order: RowOrder,
     group_size: usize,
 ) -> usize {
-    let k = module.in_features();
-    let Layout::Gptq(gptq) = module.layout() else { return 0 };
+    let Some(mut groups) = groups_of_rows(checkpoint, module) else { return 0 };
+    if order == RowOrder::Grouped {
+        groups.sort_unstable();
+    }
+    Cut::new(module.in_features(), group_size, Some(&groups)).straddling
+}
+
+/// The source group of each row; `None` where there are none.
+pub(super) fn groups_of_rows(checkpoint: &Checkpoint, module: &Module) -> Option<Vec<u32>> {
+    let Layout::Gptq(gptq) = module.layout() else { return None };
     let stored = match gptq.g_idx {
         GIdxKind::ActOrder => checkpoint.tensor(&format!("{}.g_idx", module.name())),
         _ => None,
     };
     // Opening has checked that the index has k entries, none negative.
-    let mut groups: Vec<u32> = match stored.and_then(|tensor| tensor.integers()) {
+    Some(match stored.and_then(|tensor| tensor.integers()) {
         Some(index) => index.into_iter().map(|group| group as u32).collect(),
-        None => (0..k).map(|row| (row / gptq.group_size) as u32).collect(),
-    };
-    if order == RowOrder::Grouped {
-        groups.sort_unstable();
-    }
-    Cut::new(k, group_size, Some(&groups)).straddling
+        None => (0..module.in_features()).map(|row| (row / gptq.group_size) as u32).collect(),
+    })
 }
 
 /// Mixes of widths along the lower convex hull of size and error, from all lowest to all highest: the

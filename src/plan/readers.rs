@@ -316,7 +316,9 @@ pub enum Objection {
 impl Objection {
     pub(super) fn hint(self) -> &'static str {
         match self {
-            Self::Bits { .. } => "--bits 4 or 8 widens exactly; a narrower width needs quantizing anew",
+            Self::Bits { .. } => {
+                "--bits 4 or 8 widens exactly; a narrower width requantizes, which changes weights"
+            }
             Self::Asymmetric => "--sym re-centres exactly: 2 and 3 bits to 4, 4 bits to 8",
             Self::GroupSize { .. } => "--group-size splits groups exactly into a size that divides them",
             Self::ActOrder | Self::UnequalGroups => {

@@ -1,8 +1,9 @@
 //! Plans that change no weight: GPTQ from GPTQ or EXL2, dense from anything, or the same tensors again.
 
+use super::fold::{Fold, folds};
 use super::readers::{Objection, Reader};
 use super::{BiasDecision, Decision, DenseType, Error, Plan, PlannedModule, PlannedTensor, Target, Totals};
-use crate::arch::{Linear, Role};
+use crate::arch::Role;
 use crate::checkpoint::{Bias, Checkpoint, Gptq, Layout, Module};
 use crate::warning::{Warning, WarningCode};
 use requant_formats::gptq::{self, Bits, GIdxKind, ZeroConvention};
@@ -65,6 +66,9 @@ pub struct GptqDecision {
     pub equal_groups: bool,
     /// Type of `scales`.
     pub scales: Dtype,
+    /// Whether the width asked for doesn't hold the module's codes, so that its weights change.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub requantized: bool,
 }
 
 impl GptqDecision {
@@ -76,10 +80,11 @@ impl GptqDecision {
 }
 
 impl Plan {
-    /// Plans an exact conversion to GPTQ.
+    /// Plans a conversion to GPTQ: exact, but for modules that don't fit the width that `options` ask for. These
+    /// are requantized, and a warning says so; without a width none is.
     ///
     /// # Errors
-    /// [`Error`] for a module that can't be stored as asked without another error, or that
+    /// [`Error`] for a module that can't be stored as asked, or that
     /// `options.reader` would not read.
     pub fn to_gptq(checkpoint: &Checkpoint, options: &GptqOptions) -> Result<Self, crate::Error> {
         checkpoint.require_decodable()?;
@@ -99,6 +104,7 @@ impl Plan {
                 return Err(Error::NothingQuantized.into());
             }
         }
+        warnings.extend(requantized(&modules));
         if let Some(reader) = options.reader.filter(|reader| reader.fuses) {
             check_siblings(checkpoint, reader, &modules)?;
         }
@@ -223,7 +229,7 @@ fn gptq_module(
         Layout::Exl2(exl2) => {
             let widest = exl2.groups.groups().iter().map(|g| g.bits.get()).max().unwrap_or(2);
             let needed = if widest <= 4 { 4 } else { 8 };
-            let bits = bits_at_least(module, needed, options.bits)?;
+            let (bits, requantized) = width(needed, options.bits);
             let group_size = exl2.groups.common_rows();
             GptqDecision {
                 bits,
@@ -231,16 +237,21 @@ fn gptq_module(
                 groups: module.in_features() / group_size,
                 zeros: options.zeros.unwrap_or(ZeroConvention::V1),
                 recentred: false,
-                symmetric: true,
+                symmetric: !requantized || is_regridded_symmetric(options),
                 sorted: false,
                 columns_follow: None,
                 act_order: true,
                 equal_groups: true,
                 scales: Dtype::F16,
+                requantized,
             }
         }
     };
-    if let Some(size) = options.group_size.filter(|&size| size != decision.group_size) {
+    if let Some(size) = options.group_size.filter(|&size| size > 0 && decision.requantized) {
+        decision.group_size = size.min(module.in_features());
+        decision.groups = module.in_features().div_ceil(decision.group_size);
+        (decision.equal_groups, decision.act_order) = (true, decision.act_order && decision.groups > 1);
+    } else if let Some(size) = options.group_size.filter(|&size| size != decision.group_size) {
         if size == 0 || !decision.group_size.is_multiple_of(size) || !decision.equal_groups {
             let (module, found) = (module.name().into(), decision.group_size);
             return Err(Error::GroupSplit { module, found, asked: size }.into());
@@ -285,6 +296,7 @@ pub(super) fn stays(module: &Module, gptq: &Gptq, decision: &GptqDecision, check
         && decision.group_size == gptq.group_size
         && decision.zeros == gptq.zeros.convention
         && !decision.recentred
+        && !decision.requantized
         && !decision.sorted
         && decision.columns_follow.is_none()
         && decision.scales == gptq.scales
@@ -294,16 +306,37 @@ pub(super) fn stays(module: &Module, gptq: &Gptq, decision: &GptqDecision, check
         && !matches!(gptq.zeros.encoding, Some(gptq::ZeroEncoding::V1ThreeBitSwapped))
 }
 
-fn bits_at_least(module: &Module, needed: u32, asked: Option<Bits>) -> Result<Bits, crate::Error> {
+/// The width, and whether it is one that doesn't hold the module's codes, which only a user may ask for.
+fn width(needed: u32, asked: Option<Bits>) -> (Bits, bool) {
     let needed = Bits::try_from(needed).unwrap_or(Bits::ALL[3]);
-    match asked {
-        Some(asked) if asked < needed => {
-            let (needed, asked) = (needed.get(), asked.get());
-            Err(Error::TooNarrow { module: module.name().into(), needed, asked }.into())
-        }
-        Some(asked) => Ok(asked),
-        None => Ok(needed),
-    }
+    asked.map_or((needed, false), |asked| (asked, asked < needed))
+}
+
+/// Whether a requantized module gets zero points of `2^(bits − 1)`: unless a convention for others is asked for.
+fn is_regridded_symmetric(options: &GptqOptions) -> bool {
+    options.zeros.is_none() || must_be_symmetric(options)
+}
+
+fn must_be_symmetric(options: &GptqOptions) -> bool {
+    options.symmetric || options.reader.is_some_and(|reader| reader.symmetric_only)
+}
+
+/// That weights change, for all modules in one.
+fn requantized(modules: &[PlannedModule]) -> Option<Warning> {
+    let mut lossy = (modules.iter()).filter_map(|module| match &module.decision {
+        Decision::Gptq(decision) if decision.requantized => Some((module, decision.bits.get())),
+        _ => None,
+    });
+    let (first, bits) = lossy.next()?;
+    Some(Warning {
+        code: WarningCode::Requantized,
+        subject: first.source.clone(),
+        message: format!(
+            "{} modules, of which this is the first, don't fit {bits} bits and are requantized as --bits asks: \
+             their weights change; report.json has the relative error of each",
+            1 + lossy.count()
+        ),
+    })
 }
 
 pub(super) fn from_gptq(
@@ -313,21 +346,24 @@ pub(super) fn from_gptq(
 ) -> Result<GptqDecision, crate::Error> {
     let from = gptq.shape.bits;
     let symmetric = gptq.zeros.symmetric;
-    let must_be_symmetric = options.symmetric || options.reader.is_some_and(|r| r.symmetric_only);
+    let must_be_symmetric = must_be_symmetric(options);
+    // No width re-centres an asymmetric 8-bit module exactly.
+    let no_exact = !symmetric && must_be_symmetric && from.get() == 8;
     let needed = match (symmetric || !must_be_symmetric, from.get()) {
         (true, bits) => bits,
         (false, 2 | 3) => 4,
         (false, _) => 8,
     };
-    if !symmetric && must_be_symmetric && from.get() == 8 {
+    if no_exact && options.bits.is_none() {
         return Err(Error::CannotRecentre { module: module.name().into() }.into());
     }
     // A width that the reader doesn't have is widened, which is exact.
     let readable = |bits: &u32| options.reader.is_none_or(|reader| reader.bits.contains(bits));
     let needed = [2, 3, 4, 8].into_iter().filter(|b| *b >= needed).find(readable).unwrap_or(needed);
-    let bits = bits_at_least(module, needed, options.bits)?;
+    let (bits, narrowed) = width(needed, options.bits);
+    let requantized = narrowed || no_exact;
     // Marlin-style readers ignore stored zero points, so a symmetric module stays symmetric in its new width.
-    let recentred = if symmetric { bits != from } else { must_be_symmetric };
+    let recentred = !requantized && if symmetric { bits != from } else { must_be_symmetric };
     let zeros = options.zeros.unwrap_or(match options.reader {
         Some(reader) if !reader.zeros.contains(&gptq.zeros.convention) => reader.zeros[0],
         _ => gptq.zeros.convention,
@@ -338,12 +374,13 @@ pub(super) fn from_gptq(
         groups: gptq.shape.groups,
         zeros,
         recentred,
-        symmetric: symmetric || recentred,
+        symmetric: if requantized { is_regridded_symmetric(options) } else { symmetric || recentred },
         sorted: false,
         columns_follow: None,
         act_order: gptq.g_idx == GIdxKind::ActOrder,
         equal_groups: gptq.equal_groups,
-        scales: gptq.scales,
+        scales: if requantized { Dtype::F16 } else { gptq.scales },
+        requantized,
     })
 }
 
@@ -356,7 +393,7 @@ fn check_zeros(
 ) -> Result<(), crate::Error> {
     let Layout::Gptq(gptq) = module.layout() else { return Ok(()) };
     // Nothing but a change of convention or of width, or a field of only ones, can meet one.
-    if decision.recentred || decision.symmetric {
+    if decision.recentred || decision.symmetric || decision.requantized {
         return Ok(());
     }
     let matrix = checkpoint.gptq(module)?;
@@ -423,63 +460,4 @@ pub(super) fn check_siblings(
         }
     }
     Ok(())
-}
-
-/// How a module takes part in folding.
-enum Fold {
-    /// down_proj: its rows are sorted by group.
-    Rows,
-    /// gate and up: their columns follow the sorted rows of this module.
-    ColumnsFollow(String),
-}
-
-/// Which modules are folded. The activation between gate/up and down works element by element, so that
-/// permuting its channels changes nothing.
-fn folds(checkpoint: &Checkpoint, warnings: &mut Vec<Warning>) -> BTreeMap<String, Fold> {
-    let mut folds = BTreeMap::new();
-    let linears: Vec<(&Linear, &Module)> =
-        checkpoint.modules().iter().filter_map(|m| m.linear().map(|l| (l, m))).collect();
-    for (down, module) in linears.iter().filter(|(l, _)| l.role == Role::Down) {
-        let reorders = match module.layout() {
-            Layout::Gptq(gptq) => gptq.g_idx == GIdxKind::ActOrder,
-            Layout::Exl2(_) => true,
-            Layout::Dense { .. } => false,
-        };
-        if !reorders {
-            continue;
-        }
-        let producers: Vec<&Module> = linears
-            .iter()
-            .filter(|(l, _)| l.layer == down.layer && l.expert == down.expert)
-            .filter(|(l, _)| matches!(l.role, Role::Gate | Role::Up))
-            .map(|(_, m)| *m)
-            .collect();
-        let equal = match module.layout() {
-            Layout::Gptq(gptq) => gptq.equal_groups,
-            _ => true,
-        };
-        let reason = if !equal {
-            Some("its groups differ in size, so that no order makes g_idx sequential")
-        } else if producers.is_empty() {
-            Some("gate_proj and up_proj are one linear")
-        } else if producers.iter().any(|m| !m.layout().is_quantized()) {
-            Some("gate_proj or up_proj is dense")
-        } else {
-            None
-        };
-        match reason {
-            Some(reason) => warnings.push(Warning {
-                code: WarningCode::NotFolded,
-                subject: module.name().into(),
-                message: format!("its act-order is not folded: {reason}; it keeps its g_idx"),
-            }),
-            None => {
-                for producer in producers {
-                    folds.insert(producer.name().into(), Fold::ColumnsFollow(module.name().into()));
-                }
-                folds.insert(module.name().into(), Fold::Rows);
-            }
-        }
-    }
-    folds
 }

@@ -5,7 +5,7 @@ use super::panel::LANES;
 use super::samples::Samples;
 use super::search::{Search, code_range, search, steps};
 use super::simd::SimdPath;
-use super::source::{Cut, Source};
+use super::source::{Cut, Source, stored_groups, stored_places};
 use half::f16;
 use rayon::prelude::*;
 use requant_formats::Permutation;
@@ -92,8 +92,7 @@ pub(super) fn quantize_on(
     if bits.len() != cut.groups.len() {
         return Err(Error::Length { tensor: "q_groups", found: bits.len(), expected: cut.groups.len() });
     }
-    let order = Permutation::stable_sort_by_key(bits.len(), |g| std::cmp::Reverse(bits[g as usize]));
-    let fitted: Vec<_> = order
+    let fitted: Vec<_> = stored_groups(bits)
         .map()
         .par_iter()
         .map(|&g| {
@@ -114,9 +113,9 @@ pub(super) fn quantize_on(
         codes.extend(group_codes);
         index.extend(fit.index);
         // The search tries no other ceilings; Matrix::new refuses an infinite one.
-        scale_max.push(ceiling_for(fit.ceiling).unwrap_or(f16::INFINITY));
+        scale_max.push(ceiling_for(fit.ceiling, source.prescale).unwrap_or(f16::INFINITY));
     }
-    let places = order.map().iter().flat_map(|&g| cut.groups[g as usize].clone());
+    let places = stored_places(&cut.groups, bits).into_iter();
     let packed_rows: Vec<u32> = places.map(|place| source.rows.map()[place]).collect();
     let invperm = Permutation::new(packed_rows)?.inverse();
     let matrix = Matrix::new(GroupTable::new(groups)?, n, codes, index, scale_max, invperm)?;

@@ -13,6 +13,7 @@ mod fit;
 mod half_precision;
 mod kernel;
 mod panel;
+mod regrid;
 mod samples;
 mod search;
 mod simd;
@@ -25,7 +26,8 @@ pub use feedback::{
 };
 pub use fit::{Fit, Quantized, fit_group, fit_group_on, fit_group_with, quantize};
 pub use half_precision::{NotFinite, Rounding, to_half};
+pub use regrid::{Grid, regrid};
 pub use samples::Samples;
 pub use search::Search;
 pub use simd::{SimdError, SimdPath, VARIABLE as SIMD_VARIABLE};
-pub use source::{Cut, RowOrder, Source};
+pub use source::{Cut, RowOrder, Source, stored_places};

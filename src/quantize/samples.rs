@@ -122,6 +122,11 @@ impl<'a> Samples<'a> {
         Panel { values: &self.values[range.clone()], weights: &self.weights[range] }
     }
 
+    /// What exllamav2 multiplies the scales by at load.
+    pub(super) fn prescale(&self) -> f64 {
+        self.source.prescale
+    }
+
     /// Bits of the source's grid; `None` for dense weights.
     pub fn grid(&self) -> Option<u32> {
         self.source.grid()

@@ -4,7 +4,7 @@ use super::panel::{LANES, Lanes, Range, Steps, Window};
 use super::samples::Samples;
 use super::simd::SimdPath;
 use half::f16;
-use requant_formats::exl2::{Bits, ceiling_for, decode_scale};
+use requant_formats::exl2::{Bits, ceiling_for, decode_ceiling, decode_scale};
 
 /// How widely to search. `OPTIMIZATION.md` has the measurements behind the defaults.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -55,14 +55,17 @@ fn staying(ceilings: usize, panels: usize) -> usize {
     stay.max(2)
 }
 
-/// The ceiling as decoded (`q_scale_max / 256`), and an index a column.
+/// The ceiling as decoded (`q_scale_max · prescale / 256`), and an index a column.
 pub(super) struct Choice {
     pub(super) ceiling: f16,
     pub(super) index: Vec<u8>,
 }
 
-/// The smallest ceiling that doesn't decode to 0; for a group of zeros.
+/// The smallest ceiling that isn't 0; for a group of zeros.
 pub(super) const SMALLEST: f16 = f16::from_bits(1);
+
+/// 2⁻¹⁶, the smallest `q_scale_max` that doesn't decode to 0 without a prescale: no reader refuses it.
+const SMALLEST_STORED: f16 = f16::from_bits(0x0100);
 
 pub(super) fn code_range(bits: Bits) -> Range {
     Range { low: -(bits.zero() as f32), high: (bits.max_code() - bits.zero()) as f32 }
@@ -106,12 +109,14 @@ pub(super) fn search(samples: &Samples<'_>, bits: Bits, search: &Search, path: S
         }
         running.into_iter().map(|(_, runner)| runner).collect::<Vec<_>>()
     };
-    let tried = even_ceilings(largest, search);
+    let prescale = samples.prescale();
+    let tried = even_ceilings(largest, search, prescale);
     let mut last = race(&tried);
-    let finer = finer_ceilings(&tried, &last, largest, search);
+    let finer = finer_ceilings(&tried, &last, largest, search, prescale);
     last.extend(race(&finer));
     let Some(best) = last.iter().min_by(|a, b| a.sum.total_cmp(&b.sum)) else {
-        return Choice { ceiling: SMALLEST, index: vec![0; samples.panels() * LANES] };
+        let ceiling = ceiling(0.0, prescale).unwrap_or(SMALLEST);
+        return Choice { ceiling, index: vec![0; samples.panels() * LANES] };
     };
     let offered = steps(best.ceiling, bits);
     let index = (0..samples.panels()).flat_map(|p| path.best_index(samples.panel(p), &offered, range));
@@ -151,15 +156,15 @@ fn share_between(search: &Search) -> f32 {
 }
 
 /// Different ceilings, evenly spaced, and the one that just clips nothing; none for a group of zeros.
-pub(super) fn even_ceilings(largest: f32, search: &Search) -> Vec<f16> {
+pub(super) fn even_ceilings(largest: f32, search: &Search, prescale: f64) -> Vec<f16> {
     if largest == 0.0 {
         return Vec::new();
     }
     let shares = (0..search.ceilings).map(|i| search.highest - share_between(search) * i as f32);
-    let mut ceilings: Vec<f16> = shares.filter_map(|share| ceiling(largest * share)).collect();
+    let mut ceilings: Vec<f16> = shares.filter_map(|share| ceiling(largest * share, prescale)).collect();
     ceilings.dedup();
     // Where all columns have one scale, this is the ceiling that meets the source's grid exactly.
-    let exact = ceiling(largest).filter(|c| !ceilings.contains(c));
+    let exact = ceiling(largest, prescale).filter(|c| !ceilings.contains(c));
     ceilings.extend(exact);
     ceilings
 }
@@ -170,21 +175,23 @@ pub(super) fn finer_ceilings(
     best_first: &[Runner],
     largest: f32,
     search: &Search,
+    prescale: f64,
 ) -> Vec<f16> {
     let reach = largest * share_between(search);
     let mut finer: Vec<f16> = Vec::new();
     for best in best_first.iter().take(2) {
         for i in 1..=search.refinements {
             let offset = 2.0 * i as f32 / (search.refinements + 1) as f32 - 1.0;
-            let close = ceiling(best.ceiling.to_f32() * 256.0 + offset * reach);
+            let close = ceiling(best.ceiling.to_f32() * 256.0 + offset * reach, prescale);
             finer.extend(close.filter(|c| !tried.contains(c) && !finer.contains(c)));
         }
     }
     finer
 }
 
-/// The ceiling whose largest scale is about `scale`; `None` where `q_scale_max` can't hold it.
-fn ceiling(scale: f32) -> Option<f16> {
-    let ceiling = f16::from_f32(scale / 256.0).max(SMALLEST);
-    ceiling_for(ceiling).map(|_| ceiling)
+/// The ceiling whose largest scale is about `scale`, one that some `q_scale_max` decodes to; `None` where none is as
+/// large.
+pub(super) fn ceiling(scale: f32, prescale: f64) -> Option<f16> {
+    let wanted = f16::from_f32(scale / 256.0).max(SMALLEST);
+    Some(decode_ceiling(ceiling_for(wanted, prescale)?.max(SMALLEST_STORED), prescale))
 }

@@ -1,7 +1,7 @@
 //! A module's weights, with its rows in the order in which they are grouped.
 
 use half::{f16, slice::HalfFloatSliceExt};
-use requant_formats::exl2::ROW_UNIT;
+use requant_formats::exl2::{Bits, ROW_UNIT};
 use requant_formats::{Permutation, gptq};
 use std::ops::Range;
 
@@ -23,6 +23,8 @@ pub struct Source {
     /// Entry `j` is the model's row at place `j`.
     pub(super) rows: Permutation,
     pub(super) weights: Weights,
+    /// What exllamav2 multiplies the scales by at load.
+    pub(super) prescale: f64,
 }
 
 #[derive(Debug)]
@@ -54,6 +56,18 @@ impl Cut {
     }
 }
 
+/// The places of a cut in the order in which they are stored, given the width of each group: groups of the widest
+/// first, as the format wants, otherwise as cut.
+pub fn stored_places(groups: &[Range<usize>], bits: &[Bits]) -> Vec<usize> {
+    let order = stored_groups(bits);
+    order.map().iter().flat_map(|&g| groups[g as usize].clone()).collect()
+}
+
+/// The groups in the order in which they are stored.
+pub(super) fn stored_groups(bits: &[Bits]) -> Permutation {
+    Permutation::stable_sort_by_key(bits.len(), |g| std::cmp::Reverse(bits[g as usize]))
+}
+
 /// Counts the groups that hold rows of several source groups, of which one has rows elsewhere too.
 fn straddling(groups: &[Range<usize>], source_groups: &[u32]) -> usize {
     let mut rows = vec![0usize; source_groups.iter().max().map_or(0, |&last| last as usize + 1)];
@@ -82,7 +96,7 @@ impl Source {
             RowOrder::Grouped => matrix.g_idx().sorted_rows(),
             RowOrder::Natural => Permutation::identity(k),
         };
-        Self { k, n, rows, weights: Weights::Gptq(matrix) }
+        Self { k, n, rows, weights: Weights::Gptq(matrix), prescale: 1.0 }
     }
 
     /// Dense weights `[k, n]`.
@@ -91,7 +105,14 @@ impl Source {
     /// If there aren't `k · n` of them.
     pub fn dense(weights: Vec<f32>, k: usize, n: usize) -> Self {
         assert_eq!(weights.len(), k * n, "weights are [k, n]");
-        Self { k, n, rows: Permutation::identity(k), weights: Weights::Dense(weights) }
+        Self { k, n, rows: Permutation::identity(k), weights: Weights::Dense(weights), prescale: 1.0 }
+    }
+
+    /// The same weights for a linear that exllamav2 multiplies by a positive prescale when it loads it: what is fitted,
+    /// and what errors are of, are the products as it decodes them.
+    #[must_use]
+    pub fn prescaled(self, prescale: f64) -> Self {
+        Self { prescale, ..self }
     }
 
     /// k.
@@ -104,9 +125,10 @@ impl Source {
         self.n
     }
 
-    /// The weights `[k, n]` in the model's row order, as fp16 where the source is GPTQ.
+    /// The weights `[k, n]` in the model's row order, as fp16 where the source is GPTQ; then times the prescale, rounded
+    /// to fp32.
     pub fn decoded(&self) -> Vec<f32> {
-        match &self.weights {
+        let mut weights = match &self.weights {
             Weights::Gptq(matrix) => {
                 let halves = matrix.dequantize();
                 let mut floats = vec![0.0; halves.len()];
@@ -114,6 +136,14 @@ impl Source {
                 floats
             }
             Weights::Dense(weights) => weights.clone(),
+        };
+        self.multiply(&mut weights);
+        weights
+    }
+
+    fn multiply(&self, weights: &mut [f32]) {
+        if self.prescale != 1.0 {
+            weights.iter_mut().for_each(|w| *w = (f64::from(*w) * self.prescale) as f32);
         }
     }
 
@@ -153,7 +183,7 @@ impl Source {
         }
     }
 
-    /// A row of the model, as fp16 where the source is GPTQ.
+    /// A row of the model, as [`Source::decoded`] has it.
     pub(super) fn row(&self, row: usize, values: &mut [f32]) {
         match &self.weights {
             Weights::Gptq(matrix) => {
@@ -162,6 +192,7 @@ impl Source {
             }
             Weights::Dense(weights) => values.copy_from_slice(&weights[row * self.n..][..self.n]),
         }
+        self.multiply(values);
     }
 
     /// What a code means in each column of the source group of a row; nothing for dense weights.
@@ -169,6 +200,7 @@ impl Source {
         if let Weights::Gptq(matrix) = &self.weights {
             decode(matrix, matrix.g_idx().groups()[row], std::iter::repeat(code), values);
         }
+        self.multiply(values);
     }
 
     pub(super) fn groups_of_rows(&self) -> Option<&[u32]> {

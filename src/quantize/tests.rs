@@ -376,7 +376,7 @@ fn the_smallest_and_the_largest_weights_are_in_range() {
             let weights = (0..1024).map(|i| if i % 3 == 0 { low } else { high }).collect();
             let source = Source::dense(weights, 32, 32);
             let quantized = quantize(&source, &source.cut(32), &[width]).unwrap();
-            assert!(quantized.matrix.scale_max().iter().all(|c| decode_ceiling(*c) > f16::ZERO));
+            assert!(quantized.matrix.scale_max().iter().all(|c| decode_ceiling(*c, 1.0) > f16::ZERO));
             assert!(quantized.matrix.dequantize().iter().all(|w| w.is_finite()));
             // One code has to serve both signs, at worst two thirds of the largest weight off at 2 bits.
             assert!(quantized.relative_error() < 0.7, "{width:?}: {}", quantized.relative_error());

@@ -77,7 +77,7 @@ fn check_pair(source: &Checkpoint, converted: &Checkpoint, pair: &Pair) -> Resul
         return Err(super::Error::NothingInCommon.into());
     };
     let wanted = source_values(source, pair)?;
-    let found = pair.to_source_order(converted.decoded(module)?);
+    let found = pair.to_source_order(converted.loaded(module)?);
     let weight_error = relative_error(&found, &wanted);
     let fault = match pair.promise {
         Some(promise) if !promise.is_met(weight_error) => {

@@ -18,6 +18,10 @@ pub(super) const LOGIT_BYTES: usize = 64 << 20;
 /// The same on a device with its own memory, where there is room.
 const DEVICE_LOGIT_BYTES: usize = 1 << 30;
 
+/// Rows of logits that are made at a time at the least: devices multiply fewer in another order, whose last digits
+/// are others.
+const LEAST_ROWS: usize = 128;
+
 /// Of the memory that is free, this part is left alone: allocators round, and others use the device.
 const LEFT_ALONE: u64 = 8;
 
@@ -123,7 +127,8 @@ impl Room {
         let (chunk, logits) = (self.chunk, self.logits);
         let windows = chunk / self.sizes.window / 2;
         self.chunk = windows.max(1) * self.sizes.window;
-        self.logits = (logits / 2).max(self.sizes.row);
+        let rows = (logits / self.sizes.row / 2).next_multiple_of(LEAST_ROWS);
+        self.logits = logits.min(rows * self.sizes.row);
         (self.chunk, self.logits) != (chunk, logits)
     }
 
@@ -192,6 +197,6 @@ mod tests {
         assert!(room.shrink() && !room.resident && room.on_device() == 0);
         let steps = std::iter::from_fn(|| room.shrink().then_some(())).count();
         assert!((4..20).contains(&steps), "{steps}");
-        assert_eq!((room.chunk, room.logits), (512, 4 * 49_152));
+        assert_eq!((room.chunk, room.logits), (512, 128 * 4 * 49_152));
     }
 }

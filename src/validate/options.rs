@@ -20,8 +20,8 @@ pub struct Options {
     pub swap_in: Option<SwapIn>,
     /// Limits.
     pub gates: Gates,
-    /// Bytes that hidden states of variants, and blocks that are kept for another pass, may take together.
-    /// What needs more is measured in several passes over the model.
+    /// Bytes of the host's memory that hidden states of variants may take, of all devices together: those that a
+    /// device with its own memory has no room for. What needs more is measured in several passes over the model.
     pub memory: u64,
 }
 

@@ -8,6 +8,7 @@ use crate::arch::{Columns, Linear};
 use crate::checkpoint::{Checkpoint, Module};
 use crate::convert::REPORT_FILE;
 use crate::convert::report::{Exactness, SCHEMA};
+use crate::plan::columns_that_follow;
 use requant_formats::Permutation;
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -214,10 +215,12 @@ fn by_report(source: &Checkpoint, converted: &Checkpoint, report: &Report) -> Re
         let rows = orders.get(module.source.as_str()).cloned();
         let columns = match &module.decision.columns_follow {
             None => None,
-            Some(down) => Some(
-                (orders.get(down.as_str()).cloned())
-                    .ok_or_else(|| failed(format!("{}: {down} has no row_order", module.name)))?,
-            ),
+            Some(down) => {
+                let order = orders.get(down.as_str());
+                let columns =
+                    found.zip(order).and_then(|(m, order)| columns_that_follow(source, m, down, order));
+                Some(columns.ok_or_else(|| failed(format!("{}: {down} has no row_order", module.name)))?)
+            }
         };
         let fits = |order: &Option<Permutation>, len| order.as_ref().is_none_or(|order| order.len() == len);
         if !fits(&rows, in_features) || !fits(&columns, out_features) {

@@ -141,6 +141,10 @@ pub fn advice(validation: &Validation) -> String {
              bug with report.json."
                 .into()
         }
+        (Verdict::GateMissed, None) => {
+            "No layer differs, so that no conversion can come closer: look at the limit, and at what was not run."
+                .into()
+        }
         (Verdict::Exact, _) | (_, None) => "Nothing needs doing.".into(),
         (verdict, Some(layer)) => {
             let when = if verdict == Verdict::Passed { "If you want it closer" } else { "To get closer" };
@@ -189,7 +193,10 @@ pub fn gate(gate: &super::report::Gate) -> String {
             ("top-1 agreement", percent(gate.found), format!("at least {}", percent(gate.limit)))
         }
     };
-    format!("{what} is {found}, {limit} was asked")
+    match gate.found.is_nan() {
+        true => format!("{what} was not measured, {limit} was asked"),
+        false => format!("{what} is {found}, {limit} was asked"),
+    }
 }
 
 /// A KL divergence; only 0 itself is called exact.

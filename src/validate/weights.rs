@@ -18,7 +18,7 @@ pub(super) fn linear<O: Operations>(
         return Err(super::Error::NothingInCommon.into());
     };
     let (k, n) = (pair.in_features, pair.out_features);
-    let weights = pair.to_source_order(converted.decoded(module)?);
+    let weights = pair.to_source_order(converted.loaded(module)?);
     let weights = transpose(&weights, k, n);
     // What packed weights decode to is fp16: half the memory, and the arithmetic that they are multiplied with.
     let halves: Vec<f16> = weights.iter().map(|&weight| f16::from_f32(weight)).collect();

@@ -42,7 +42,7 @@ pub(super) struct ClaimedModule {
 
 #[derive(Debug, Deserialize)]
 pub(super) struct ClaimedDecision {
-    /// Of a GPTQ layout: the source's module that this module's columns follow.
+    /// The source's module that this module's columns follow.
     #[serde(default)]
     pub(super) columns_follow: Option<String>,
 }

@@ -1,10 +1,12 @@
 //! Tensors and modules against the source: each must relate to it as the report claims.
 
+use super::batches::in_batches;
 use super::claims::{ClaimedModule, Claims};
 use super::{Check, CheckKind, Fault};
 use crate::arch::Columns;
 use crate::checkpoint::{Bias, Checkpoint, Layout, Module, TensorView};
 use crate::convert::report::{Exactness, TensorOrigin};
+use crate::plan::columns_that_follow;
 use crate::progress::{Event, Observer};
 use half::{bf16, f16};
 use requant_formats::Permutation;
@@ -41,14 +43,14 @@ pub(super) fn check(
         let stem = origin.name.rsplit_once('.').map_or("", |(stem, _)| stem);
         comparison.tensor(origin, by_stem.get(stem).copied());
     }
-    for claim in &claims.modules {
-        if observer.cancelled() {
-            return Err(crate::Error::Cancelled);
-        }
-        comparison.module(claim)?;
-        let weights = source.part(&claim.source, claim.columns.as_ref()).map_or(0, Module::weights);
-        observer.event(&Event::Module { name: &claim.name, weights });
-    }
+    let weights =
+        |claim: &ClaimedModule| source.part(&claim.source, claim.columns.as_ref()).map_or(0, Module::weights);
+    let found = in_batches(&claims.modules, weights, observer, |claim| {
+        let message = comparison.module(claim)?;
+        observer.event(&Event::Module { name: &claim.name, weights: weights(claim) });
+        Ok(message.map(|message| Fault::tensor(output, &claim.name, message)))
+    })?;
+    comparison.faults.extend(found.into_iter().flatten());
     let checked = claims.tensors.len() + claims.modules.len();
     Ok(Check { checked, faults: comparison.faults, ..Check::new(CheckKind::Exactness) })
 }
@@ -153,70 +155,66 @@ impl<'a> Comparison<'a> {
             self.fault(&origin.name, "the source has no tensor that it could be made of");
             return;
         };
-        let follows = module.filter(|_| is_bias).and_then(|m| m.decision.columns_follow.as_deref());
-        let order = match follows.map(|down| self.orders.get(down)) {
+        let order = match module.filter(|_| is_bias).map(|claim| self.columns(claim)) {
             None => None,
-            Some(Some(order)) => Some(order),
-            Some(None) => {
-                self.fault(&origin.name, "the report lacks the row_order that its columns follow");
+            Some(Ok(order)) => order,
+            Some(Err(NoOrder)) => {
+                self.fault(&origin.name, NO_ORDER);
                 return;
             }
         };
         let columns = module.and_then(|module| module.columns.as_ref()).filter(|_| is_bias);
-        if let Some(message) = differs(found, wanted, order, columns, origin.exactness) {
+        if let Some(message) = differs(found, wanted, order.as_ref(), columns, origin.exactness) {
             self.fault(&origin.name, message);
         }
     }
 
-    fn module(&mut self, claim: &ClaimedModule) -> Result<(), crate::Error> {
+    /// What is wrong with a module's weight.
+    fn module(&self, claim: &ClaimedModule) -> Result<Option<String>, crate::Error> {
         if claim.exactness == Exactness::Identical {
-            return Ok(()); // Its tensors were compared.
+            return Ok(None); // Its tensors were compared.
         }
         let Some(found) = self.output.module(&claim.name) else {
-            self.fault(&claim.name, "the report lists it, but it is missing");
-            return Ok(());
+            return Ok(Some("the report lists it, but it is missing".into()));
         };
         let source = self.source.part(&claim.source, claim.columns.as_ref());
         if source.is_none() && claim.columns.is_some() {
-            self.fault(&claim.name, "the report gives it columns that no linear of the source has");
-            return Ok(());
+            return Ok(Some("the report gives it columns that no linear of the source has".into()));
         }
-        let columns = match claim.decision.columns_follow.as_deref() {
-            None => None,
-            Some(down) => match self.orders.get(down) {
-                Some(order) => Some(order),
-                None => {
-                    self.fault(&claim.name, "the report lacks the row_order that its columns follow");
-                    return Ok(());
-                }
-            },
+        let Ok(columns) = self.columns(claim) else {
+            return Ok(Some(NO_ORDER.into()));
         };
+        let columns = columns.as_ref();
         let places = Places { rows: self.orders.get(claim.source.as_str()), columns };
         let n = found.out_features();
         let sizes = source.map(|m| [m.in_features(), m.out_features()]);
         if sizes.is_some_and(|sizes| sizes != [found.in_features(), n])
             || columns.is_some_and(|order| order.len() != n)
         {
-            self.fault(&claim.name, "its sizes aren't the source's");
-            return Ok(());
+            return Ok(Some("its sizes aren't the source's".into()));
         }
         // What doesn't decode has been told of.
-        let Ok(values) = self.output.decoded(found) else { return Ok(()) };
-        let message = match (claim.exactness, source) {
+        let Ok(values) = self.output.loaded(found) else { return Ok(None) };
+        Ok(match (claim.exactness, source) {
             (Exactness::Requantized, source) => {
                 let wanted = self.wanted(source, found)?;
-                check_error(&values, &wanted, claim.relative_error)
+                check_error(&values, n, &wanted, &places, claim.relative_error)
             }
             (Exactness::Rounded, Some(source)) => self.check_rounded(found, &values, source, &places)?,
             (_, source) => {
                 let wanted = self.wanted(source, found)?;
                 places.first_difference(&values, n, |at| wanted[at])
             }
-        };
-        if let Some(message) = message {
-            self.fault(&claim.name, message);
-        }
-        Ok(())
+        })
+    }
+
+    /// The order of a module's columns, if they follow another module's rows.
+    fn columns(&self, claim: &ClaimedModule) -> Result<Option<Permutation>, NoOrder> {
+        let Some(down) = claim.decision.columns_follow.as_deref() else { return Ok(None) };
+        let module = self.source.part(&claim.source, claim.columns.as_ref());
+        let order = self.orders.get(down);
+        let (Some(order), Some(module)) = (order, module) else { return Err(NoOrder) };
+        columns_that_follow(self.source, module, down, order).map(Some).ok_or(NoOrder)
     }
 
     /// What the source's module decodes to; of a head that the source ties, the embedding.
@@ -271,6 +269,11 @@ impl<'a> Comparison<'a> {
     }
 }
 
+/// Columns that follow rows whose order isn't known or doesn't fit them.
+struct NoOrder;
+
+const NO_ORDER: &str = "the report lacks the row_order that its columns follow";
+
 /// Where rows and columns of the output stand in the source.
 struct Places<'a> {
     rows: Option<&'a Permutation>,
@@ -305,8 +308,14 @@ fn round_to(value: f32, dtype: Dtype) -> f32 {
 }
 
 /// Compares the error of requantized weights with the reported one.
-fn check_error(found: &[f32], wanted: &[f32], reported: f64) -> Option<String> {
-    let pairs = || found.iter().zip(wanted).map(|(f, w)| (f64::from(*f), f64::from(*w)));
+fn check_error(
+    found: &[f32],
+    n: usize,
+    wanted: &[f32],
+    places: &Places<'_>,
+    reported: f64,
+) -> Option<String> {
+    let pairs = || (0..found.len()).map(|at| (f64::from(found[at]), f64::from(wanted[places.source(at, n)])));
     let squared: f64 = pairs().map(|(f, w)| (f - w) * (f - w)).sum();
     let norm: f64 = pairs().map(|(_, w)| w * w).sum();
     let error = if norm > 0.0 { (squared / norm).sqrt() } else { squared.sqrt() };
@@ -326,7 +335,7 @@ fn differs(
     if columns.is_some_and(|columns| columns.end() > wanted.info().elements()) {
         return Some("the report gives it columns beyond the source's".into());
     }
-    if found.shape() != shape || order.is_some_and(|order| [order.len()] != *wanted.shape()) {
+    if found.shape() != shape || order.is_some_and(|order| [order.len()] != *shape) {
         return Some(format!("its shape is {:?}, the source's {shape:?}", found.shape()));
     }
     if claimed == Exactness::Identical {

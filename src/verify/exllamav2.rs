@@ -8,6 +8,7 @@ use crate::arch::{Part, Role};
 use crate::checkpoint::{Bias, Checkpoint, Gptq, Layout, Module};
 use half::f16;
 use requant_formats::Permutation;
+use requant_formats::exl2::decode_ceiling;
 use requant_formats::gptq::{GIdxKind, ZeroConvention};
 use safetensors::Dtype;
 use serde_json::{Map, Value};
@@ -96,6 +97,29 @@ impl Checker<'_> {
         }
         if let Layout::Gptq(gptq) = module.layout() {
             self.gptq(module, gptq);
+        }
+        let prescale = self.checkpoint.prescale(module);
+        if prescale != 1.0 && matches!(module.layout(), Layout::Exl2(_)) {
+            self.prescaled(module, prescale);
+        }
+    }
+
+    /// Groups that vanish when exllamav2 multiplies their ceiling; those that vanish anyway don't unpack.
+    fn prescaled(&mut self, module: &Module, prescale: f64) {
+        let Ok(matrix) = self.checkpoint.exl2(module) else { return };
+        let mut codes = matrix.codes().chunks_exact(matrix.out_features());
+        for (group, table) in matrix.groups().groups().iter().enumerate() {
+            let zero = table.bits.zero();
+            // All rows of the group are taken, whatever is found in them.
+            let rows = codes.by_ref().take(table.rows);
+            let used = rows.fold(false, |used, row| used | row.iter().any(|&code| u32::from(code) != zero));
+            if used && decode_ceiling(matrix.scale_max()[group], prescale) == f16::ZERO {
+                let message = format!(
+                    "the weights of group {group} vanish when exllamav2 multiplies its scales by {prescale}"
+                );
+                self.fault(&format!("{}.q_scale_max", module.name()), message);
+                return;
+            }
         }
     }
 

@@ -5,16 +5,18 @@
 //! [`Verification`]: what was checked, and each fault with its file and tensor. Must not write, and must not
 //! trust the report: whatever it says is read again from the bytes. A fault is a result, not an error.
 
+mod batches;
 mod claims;
 mod exactness;
 mod exllamav2;
 mod files;
 
 use crate::Diagnose;
-use crate::checkpoint::{self, Checkpoint, Layout, OpenOptions};
+use crate::checkpoint::{self, Checkpoint, Layout, Module, OpenOptions};
 use crate::convert::REPORT_FILE;
 use crate::progress::{Event, Observer};
 use crate::warning::WarningCode;
+use batches::in_batches;
 use claims::Claims;
 use serde::Serialize;
 use std::path::Path;
@@ -236,23 +238,20 @@ fn decode(checkpoint: &Checkpoint, observer: &dyn Observer) -> Result<Check, cra
     let modules = checkpoint.modules();
     let weights = modules.iter().map(|module| module.weights()).sum();
     observer.event(&Event::Stage { name: "decode", modules: modules.len(), weights });
-    for module in modules {
-        if observer.cancelled() {
-            return Err(crate::Error::Cancelled);
-        }
-        match checkpoint.dequantize(module) {
-            Err(error) => check.faults.push(Fault::of_error(&error)),
-            Ok(weights) => {
-                if let Some(i) = weights.iter().position(|w| !w.is_finite()) {
-                    let (row, column) = (i / module.out_features(), i % module.out_features());
-                    let message = format!("the weight at row {row}, column {column} is {}", weights[i]);
-                    check.faults.push(Fault::tensor(checkpoint, module.name(), message));
-                }
-            }
-        }
-        check.checked += 1;
+    let look = |module: &Module| {
+        let fault = match checkpoint.dequantize(module) {
+            Err(error) => Some(Fault::of_error(&error)),
+            Ok(weights) => weights.iter().position(|w| !w.is_finite()).map(|i| {
+                let (row, column) = (i / module.out_features(), i % module.out_features());
+                let message = format!("the weight at row {row}, column {column} is {}", weights[i]);
+                Fault::tensor(checkpoint, module.name(), message)
+            }),
+        };
         observer.event(&Event::Module { name: module.name(), weights: module.weights() });
-    }
+        Ok(fault)
+    };
+    check.checked = modules.len();
+    check.faults.extend(in_batches(modules, Module::weights, observer, look)?.into_iter().flatten());
     Ok(check)
 }
 

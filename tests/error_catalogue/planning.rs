@@ -60,7 +60,6 @@ pub(super) fn planning() -> Vec<Given> {
         ("plan.rules_disagree", to_exl2(&model(), &["--set", "q_proj=3", "--min", "q_proj=4"])),
         ("plan.nothing_quantized", to_gptq(&dense(&Sizes::default()), &[])),
         ("plan.group_split", to_gptq(&model(), &["--group-size", "24"])),
-        ("plan.too_narrow", to_gptq(&model(), &["--bits", "3"])),
         (
             "plan.cannot_recentre",
             to_gptq(&asymmetric(8, ZeroConvention::V1, |_, column| 100 + column as u16 % 5), &["--sym"]),

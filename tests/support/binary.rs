@@ -119,7 +119,12 @@ impl Converted {
     /// compares it with the report's. Gives the number of modules that are EXL2.
     pub(crate) fn assert_errors(&self, source: &Checkpoint) -> usize {
         let mut count = 0;
-        for entry in self.report["modules"].as_array().unwrap() {
+        let entries = self.report["modules"].as_array().unwrap();
+        let order = |source: Option<&str>| -> Option<Vec<usize>> {
+            let entry = entries.iter().find(|entry| entry["source"].as_str() == source)?;
+            serde_json::from_value(entry["row_order"].clone()).ok()
+        };
+        for entry in entries {
             let name = entry["name"].as_str().unwrap();
             let module = self.checkpoint.module(name).unwrap();
             let is_exl2 = matches!(module.layout(), Layout::Exl2(_));
@@ -129,6 +134,14 @@ impl Converted {
                 Some(module) => source.dequantize(module).unwrap(),
                 None => transposed_embedding(source),
             };
+            let n = module.out_features();
+            let rows = order(entry["source"].as_str());
+            let columns = entry["decision"]["columns_follow"].as_str().and_then(|down| order(Some(down)));
+            let place = |at: usize| {
+                let row = rows.as_ref().map_or(at / n, |order| order[at / n]);
+                row * n + columns.as_ref().map_or(at % n, |order| order[at % n])
+            };
+            let wanted: Vec<f16> = (0..wanted.len()).map(|at| wanted[place(at)]).collect();
             let found = relative_error(&wanted, &self.checkpoint.dequantize(module).unwrap());
             let stated = entry["relative_error"].as_f64().unwrap();
             let close = (found - stated).abs() <= 1e-6 * stated;

@@ -4,6 +4,7 @@
 
 pub(crate) mod binary;
 pub(crate) mod consistency;
+pub(crate) mod device;
 pub(crate) mod writer;
 
 use half::f16;

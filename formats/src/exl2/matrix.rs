@@ -160,6 +160,13 @@ impl Matrix {
     /// The weights `[k, n]` in the model's row order (SPEC E5.2), exactly as exllamav2's kernel gives them (SPEC §4)
     /// with a prescale of 1.
     pub fn dequantize(&self) -> Vec<f16> {
+        self.dequantize_prescaled(1.0)
+    }
+
+    /// The weights times a positive prescale, as [`Matrix::dequantize`] gives them and exactly as exllamav2's kernel
+    /// does: the ceilings are multiplied before they are rounded (SPEC E4.9), so that a weight isn't the product of
+    /// `prescale` and what it decodes to without.
+    pub fn dequantize_prescaled(&self, prescale: f64) -> Vec<f16> {
         let n = self.out_features;
         let perm = self.invperm.inverse();
         // Zeros of an integer type come as untouched pages: a third faster than a vector of f16.
@@ -169,7 +176,7 @@ impl Matrix {
         let mut current = None;
         let done = self.each_packed_row(|row, group, codes| {
             if current != Some(group) {
-                self.decode_scales(group, &mut scales);
+                self.decode_scales(group, prescale, &mut scales);
                 current = Some(group);
             }
             let zero = self.groups.groups()[group].bits.zero() as i32;
@@ -185,8 +192,8 @@ impl Matrix {
     }
 
     /// The decoded scales of a group, one a column (SPEC E4.4).
-    fn decode_scales(&self, group: usize, scales: &mut [f32]) {
-        let ceiling = decode_ceiling(self.scale_max[group]);
+    fn decode_scales(&self, group: usize, prescale: f64, scales: &mut [f32]) {
+        let ceiling = decode_ceiling(self.scale_max[group], prescale);
         let steps: [f32; 16] = std::array::from_fn(|i| decode_scale(ceiling, i as u8).to_f32());
         let index = &self.scale_index[group * self.out_features..];
         for (scale, &index) in scales.iter_mut().zip(index) {
@@ -197,7 +204,7 @@ impl Matrix {
     /// The scales of a group as decoded, one a column (SPEC §4).
     pub fn scales_of(&self, group: usize) -> Vec<f32> {
         let mut scales = vec![0.0; self.out_features];
-        self.decode_scales(group, &mut scales);
+        self.decode_scales(group, 1.0, &mut scales);
         scales
     }
 
@@ -234,6 +241,27 @@ impl Matrix {
     /// Maps a row of the model to its packed row.
     pub fn invperm(&self) -> &Permutation {
         &self.invperm
+    }
+
+    /// The same weights in another order: row `j` of the result is the model's row `rows[j]`, and likewise of
+    /// columns. What is packed stays in its place, columns aside; `q_invperm` names the rows anew.
+    ///
+    /// # Panics
+    /// If an order isn't of as many rows or columns as there are.
+    #[must_use]
+    pub fn reordered(self, rows: Option<&Permutation>, columns: Option<&Permutation>) -> Self {
+        let Self { groups, out_features, mut codes, mut scale_index, scale_max, invperm } = self;
+        if let Some(columns) = columns {
+            assert_eq!(columns.len(), out_features, "an order of all columns");
+            let mut from = vec![0; out_features];
+            for row in codes.chunks_exact_mut(out_features).chain(scale_index.chunks_exact_mut(out_features))
+            {
+                from.copy_from_slice(row);
+                row.iter_mut().zip(columns.map()).for_each(|(to, &column)| *to = from[column as usize]);
+            }
+        }
+        let invperm = rows.map_or(invperm.clone(), |rows| rows.then(&invperm));
+        Self { groups, out_features, codes, scale_index, scale_max, invperm }
     }
 
     /// Gives each packed row with its group.
@@ -275,7 +303,7 @@ impl Matrix {
                 return Err(Error::Code { row, column, found: codes[i], bits });
             }
             let found = self.scale_max[group].to_f32();
-            if decode_ceiling(self.scale_max[group]) == f16::ZERO
+            if decode_ceiling(self.scale_max[group], 1.0) == f16::ZERO
                 && codes.iter().any(|&c| u32::from(c) != zero)
             {
                 return Err(Error::VanishingGroup { group, found });
@@ -288,7 +316,7 @@ impl Matrix {
                     *high = code.max(*high);
                 }
             }
-            self.decode_scales(group, &mut scales);
+            self.decode_scales(group, 1.0, &mut scales);
             for column in 0..n {
                 let below = zero as i32 - i32::from(lowest_code[column]);
                 let above = i32::from(highest_code[column]) - zero as i32;

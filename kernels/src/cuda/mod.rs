@@ -38,7 +38,7 @@ mod unavailable;
 pub use decode::Weight;
 pub use memory::Tensor;
 pub use nvrtc::Compiler;
-pub use probe::{DeviceInfo, Survey, survey};
+pub use probe::{DeviceInfo, Survey, device_count, survey};
 pub use setup::Setup;
 pub use unavailable::Unavailable;
 

@@ -165,6 +165,15 @@ impl Survey {
     }
 }
 
+/// How many GPUs there are, usable or not.
+///
+/// # Errors
+/// No driver, or one that can't be used; no device.
+pub fn device_count() -> Result<usize, Unavailable> {
+    driver()?;
+    count()
+}
+
 /// Looks for all that a GPU needs.
 pub fn survey(setup: &Setup) -> Survey {
     let driver = driver();

@@ -14,7 +14,7 @@ pub use hessian::{Hessian, NotTriangular};
 use super::fit::{Quantized, quantize};
 use super::panel::{LANES, Lanes, Panel, Steps, Window};
 use super::search::{
-    Runner, SMALLEST, Search, code_range, even_ceilings, finer_ceilings, steps, wanted_scales,
+    Runner, SMALLEST, Search, ceiling, code_range, even_ceilings, finer_ceilings, steps, wanted_scales,
 };
 use super::simd::SimdPath;
 use super::source::Source;
@@ -129,7 +129,7 @@ fn quantize_on(
         let cut = super::Cut { groups: cut.collect(), straddling: 0 };
         let bits: Vec<Bits> = groups.iter().map(|group| group.bits).collect();
         let quantized = quantize(source, &cut, &bits)?;
-        let loss = share(weigh_errors(hessian, &weights, &quantized.matrix, path));
+        let loss = share(weigh_errors(hessian, &weights, &quantized.matrix, source.prescale, path));
         Ok((quantized, loss))
     };
     let fall_back = |why| {
@@ -162,7 +162,7 @@ fn quantize_on(
     }
     let Some((state, order, damping, _)) = best else { return fall_back(Uncalibrated::NotPositive) };
     let quantized = state.finish(source, groups)?;
-    let output_error = share(weigh_errors(hessian, &weights, &quantized.matrix, path));
+    let output_error = share(weigh_errors(hessian, &weights, &quantized.matrix, source.prescale, path));
     let (plain, without) = plain()?;
     if without < output_error {
         let how = Err(Uncalibrated::NoGain);
@@ -198,8 +198,8 @@ fn rows(source: &Source, hessian: &Hessian, order: FeedbackOrder) -> Vec<u32> {
 }
 
 /// tr(EᵀHE) for the errors of a matrix.
-fn weigh_errors(hessian: &Hessian, weights: &[f32], matrix: &Matrix, path: SimdPath) -> f64 {
-    let decoded = matrix.dequantize();
+fn weigh_errors(hessian: &Hessian, weights: &[f32], matrix: &Matrix, prescale: f64, path: SimdPath) -> f64 {
+    let decoded = matrix.dequantize_prescaled(prescale);
     let errors: Vec<f32> = weights.iter().zip(&decoded).map(|(w, d)| w - d.to_f32()).collect();
     weigh(hessian, &errors, matrix.out_features(), path)
 }
@@ -239,6 +239,7 @@ struct State {
     ceilings: Vec<f16>,
     columns: Vec<Columns>,
     grid: Option<u32>,
+    prescale: f64,
     path: SimdPath,
     ceilings_compared: usize,
 }
@@ -282,7 +283,8 @@ impl State {
             })
             .collect();
         let ceilings = vec![SMALLEST; groups.len()];
-        Self { rows, groups, ceilings, columns, grid: source.grid(), path, ceilings_compared }
+        let (grid, prescale) = (source.grid(), source.prescale);
+        Self { rows, groups, ceilings, columns, grid, prescale, path, ceilings_compared }
     }
 
     /// Settles all groups from the first to the last. Gives what the residuals weigh.
@@ -354,14 +356,14 @@ impl State {
             runners.sort_by(|a, b| a.sum.total_cmp(&b.sum));
             runners
         };
-        let tried = even_ceilings(largest, &how);
+        let tried = even_ceilings(largest, &how, self.prescale);
         let mut runners = race(&tried);
-        let finer = finer_ceilings(&tried, &runners, largest, &how);
+        let finer = finer_ceilings(&tried, &runners, largest, &how, self.prescale);
         runners.extend(race(&finer));
         runners.sort_by(|a, b| a.sum.total_cmp(&b.sum));
         let mut few: Vec<f16> = runners.iter().map(|r| r.ceiling).take(self.ceilings_compared).collect();
         if few.is_empty() {
-            few.push(SMALLEST);
+            few.push(ceiling(0.0, self.prescale).unwrap_or(SMALLEST));
         }
         let look = |ceiling: f16| -> Choice {
             let offered = steps(ceiling, bits);
@@ -436,10 +438,10 @@ impl State {
             index.extend(self.columns.iter().flat_map(|columns| columns.index[g]));
         }
         // The search tries no other ceilings; Matrix::new refuses an infinite one.
-        let scale_max = self.ceilings.iter().map(|&c| ceiling_for(c).unwrap_or(f16::INFINITY)).collect();
+        let scale_max = self.ceilings.iter().map(|&c| ceiling_for(c, source.prescale).unwrap_or(f16::INFINITY)).collect();
         let invperm = Permutation::new(self.rows)?.inverse();
         let matrix = Matrix::new(GroupTable::new(groups.to_vec())?, n, codes, index, scale_max, invperm)?;
-        let decoded = matrix.dequantize();
+        let decoded = matrix.dequantize_prescaled(source.prescale);
         let (mut squared_error, mut squared_norm) = (0.0, 0.0);
         let mut row = vec![0.0; n];
         for (i, decoded) in decoded.chunks_exact(n).enumerate() {
