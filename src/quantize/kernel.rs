@@ -40,7 +40,7 @@ pub(super) trait Vector: Copy {
 }
 
 /// Adding and subtracting this rounds to the nearest integer, ties to even, for magnitudes below 2^22.
-const ROUND: f32 = 12_582_912.0;
+pub(super) const ROUND: f32 = 12_582_912.0;
 
 /// Columns' indices that are tried at once: sums that don't wait for each other, in the registers there are.
 const AT_ONCE: i32 = 4;

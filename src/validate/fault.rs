@@ -5,6 +5,7 @@
 
 use super::pair::{Pair, Promise, reorder};
 use super::report::LayoutFault;
+use crate::quantize;
 use half::f16;
 use requant_formats::exl2::{self, MAX_GROUP_ROWS};
 use requant_formats::{Permutation, gptq};
@@ -48,15 +49,11 @@ impl Promise {
 
 /// Frobenius norm of the difference over that of `wanted`.
 pub(super) fn relative_error(found: &[f32], wanted: &[f32]) -> f64 {
-    let (squared, norm) = squares(found, wanted);
-    if norm > 0.0 { (squared / norm).sqrt() } else { squared.sqrt() }
+    quantize::relative_error(squares(found, wanted))
 }
 
 fn squares(found: &[f32], wanted: &[f32]) -> (f64, f64) {
-    found.iter().zip(wanted).fold((0.0, 0.0), |(squared, norm), (&found, &wanted)| {
-        let (found, wanted) = (f64::from(found), f64::from(wanted));
-        (squared + (found - wanted) * (found - wanted), norm + wanted * wanted)
-    })
+    quantize::squares(found.iter().copied().zip(wanted.iter().copied()))
 }
 
 /// The cause of a weight's being off. `wanted` is the source's weight `[k, n]`, `found` the relative error.
