@@ -25,6 +25,7 @@ fn layer(block: usize, role: &str, expert: Option<usize>) -> LayerScores {
         out_features: 576,
         layout_before: "gptq 4-bit".into(),
         layout_after: "exl2 4/5-bit".into(),
+        format: "exl2".into(),
         bpw: 4.1 + 0.1 * seed as f64,
         weight_error: error,
         promised_error: Some(error),
