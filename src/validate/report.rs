@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-/// Version of the schema; raised when a field changes its meaning or goes.
+/// Version of the schema; raised when a field changes its meaning or goes. `docs/validation.md` has every field.
 pub const SCHEMA: u32 = 1;
 
 /// The report of a validation. It holds no time of day, host or path.
