@@ -93,9 +93,8 @@ fn documented() -> BTreeMap<String, String> {
     let mut types = BTreeMap::new();
     let (mut objects, mut of_fields) = (Vec::new(), false);
     for line in page().lines() {
-        let in_ticks = |text: &str| -> Vec<String> {
-            text.split('`').skip(1).step_by(2).map(str::to_owned).collect()
-        };
+        let in_ticks =
+            |text: &str| -> Vec<String> { text.split('`').skip(1).step_by(2).map(str::to_owned).collect() };
         if let Some(heading) = line.strip_prefix("## ") {
             objects = in_ticks(heading);
         }
@@ -105,7 +104,8 @@ fn documented() -> BTreeMap<String, String> {
             ["", field, kind, _, ""] if of_fields && field.starts_with('`') => {
                 for object in &objects {
                     let field = &in_ticks(field)[0];
-                    let path = if object == "validation" { field.clone() } else { format!("{object}.{field}") };
+                    let path =
+                        if object == "validation" { field.clone() } else { format!("{object}.{field}") };
                     assert_eq!(types.insert(path.clone(), kind.to_owned()), None, "{path} is there twice");
                 }
             }

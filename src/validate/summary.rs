@@ -10,8 +10,10 @@ pub fn headline(validation: &Validation) -> String {
         Verdict::Passed => match model {
             Some(m) => {
                 // Whether an increase is too much is for the user's limits to say.
-                let limits =
-                    if validation.gates.is_empty() { "no layer is broken" } else { "all limits are met" };
+                let limits = match validation.gates.is_empty() {
+                    true => "no layer is broken; no limit was set",
+                    false => "all limits are met",
+                };
                 format!("Passed ({limits}): {}", perplexities(m.source_perplexity, m.converted_perplexity))
             }
             None => "Passed the layer check only: the models' perplexities were not measured.".into(),
@@ -79,7 +81,7 @@ pub fn meaning(validation: &Validation) -> String {
         (_, None) => "Each layer was compared, the model as a whole was not; see what was not run.".into(),
         (_, Some(m)) => format!(
             "On {} predictions both models find the same token most likely {} % of the time; the mean KL \
-             divergence from the source is {} nats a token.",
+             divergence from the source is {} nats a token (of the same model it is 0).",
             m.predictions,
             number(100.0 * m.top1_agreement.mean),
             kl(m.kl.mean),
@@ -123,7 +125,10 @@ pub fn cost(validation: &Validation, layer: &LayerScores) -> String {
             let (kl, perplexity) = (kl(s.kl), number(s.perplexity));
             let of_source = (validation.conditions.layer_perplexity)
                 .map_or(String::new(), |source| format!(" where the source has {}", number(source)));
-            format!("{error}; {unit} alone gives KL {kl} and perplexity {perplexity}{of_source}")
+            format!(
+                "{unit} alone gives KL {kl} and perplexity {perplexity}{of_source}, the most harm of all that were \
+                 measured alone; {error}"
+            )
         }
         None => error,
     }
