@@ -150,3 +150,35 @@ pub(super) fn widen(dtype: DenseType, bytes: &[u8], to: &mut [f32]) {
 fn pairs(bytes: &[u8]) -> impl Iterator<Item = [u8; 2]> + '_ {
     bytes.as_chunks::<2>().0.iter().copied()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Cpu, Operations};
+    use std::sync::Arc;
+
+    /// More rows and columns than a task has, and not a multiple of them; and few rows.
+    #[test]
+    fn products_are_the_same_to_the_bit_for_any_number_of_threads() {
+        let (k, n) = (192, 2 * COLUMNS + 40);
+        let value = |i: usize| ((i * 37 + i / 11) % 101) as f32 * 0.013 - 0.6;
+        let bytes: Vec<u8> = (0..k * n).flat_map(|i| value(i).to_le_bytes()).collect();
+        let dense = Dense { dtype: DenseType::F32, out_features: n, in_features: k, bytes: Arc::new(bytes) };
+        for m in [2 * ROWS + 17, 3] {
+            let x: Vec<f32> = (0..m * k).map(|i| value(i * 5 + 3)).collect();
+            let product = |threads| {
+                let cpu = Cpu::new(threads);
+                let weight = cpu.upload_weight(&Weight::Dense(dense.clone())).unwrap();
+                let y = cpu.matmul(&cpu.upload(&x, k).unwrap(), &weight, None).unwrap();
+                cpu.download(&y).unwrap()
+            };
+            let one = product(1);
+            assert!(one == product(2) && one == product(7), "{m} rows");
+            // The last element, by the definition.
+            let (row, column) = (m - 1, n - 1);
+            let exact: f64 =
+                (0..k).map(|i| f64::from(x[row * k + i]) * f64::from(value(column * k + i))).sum();
+            assert!((f64::from(one[row * n + column]) - exact).abs() < 1e-4, "{exact}");
+        }
+    }
+}
