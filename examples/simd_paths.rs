@@ -7,14 +7,15 @@
 //! ```
 #![allow(clippy::print_stdout)]
 
+#[path = "../benches/synthetic/mod.rs"]
+mod synthetic;
+
 use anyhow::ensure;
 use requant::checkpoint::{Checkpoint, OpenOptions};
 use requant::formats::exl2::Bits;
-use requant::formats::gptq::{self, GIdx, Shape};
 use requant::quantize::{Fit, RowOrder, Samples, Search, SimdPath, Source, fit_group_on};
 use std::time::{Duration, Instant};
 
-const SIZE: usize = 4096;
 const GROUP_SIZES: [usize; 3] = [32, 64, 128];
 const RUNS: usize = 5;
 /// Linears of a checkpoint, and groups of each.
@@ -29,7 +30,7 @@ fn main() -> anyhow::Result<()> {
             let source = |module| Ok(Source::gptq(checkpoint.gptq(module)?, RowOrder::Grouped));
             linears.map(source).collect::<anyhow::Result<Vec<_>>>()?
         }
-        None => vec![synthetic()?],
+        None => vec![synthetic::source(128)],
     };
     let paths = SimdPath::available();
     let names: Vec<&str> = paths.iter().map(|path| path.name()).collect();
@@ -75,19 +76,4 @@ fn fit(sources: &[Source], group_size: usize, bits: Bits, path: SimdPath) -> (Ve
         }
     }
     (fits, weights)
-}
-
-/// Nearly normal codes under scales that differ by column.
-fn synthetic() -> anyhow::Result<Source> {
-    let groups = SIZE / 128;
-    let shape = Shape { in_features: SIZE, out_features: SIZE, bits: gptq::Bits::try_from(4)?, groups };
-    let words = |len: usize| (0..len as u32).map(|i| i.wrapping_mul(0x9E37_79B9).rotate_left(i % 31) ^ i);
-    let code =
-        |word: u32| (((word & 15) + (word >> 4 & 15) + (word >> 8 & 15) + (word >> 12 & 15)) / 4) as u8;
-    let codes = words(SIZE * SIZE).map(code).collect();
-    let scales = words(groups * SIZE).map(|word| 2e-3 + (word & 1023) as f32 * 4e-6).collect();
-    let index: Vec<i64> = (0..SIZE as i64).map(|row| row % groups as i64).collect();
-    let g_idx = GIdx::new(Some(&index), SIZE, groups, None)?;
-    let matrix = gptq::Matrix::new(shape, codes, vec![8; groups * SIZE], scales, g_idx)?;
-    Ok(Source::gptq(matrix, RowOrder::Grouped))
 }

@@ -33,7 +33,7 @@ for page in sorted(pages.glob("*.html")):
     def browse(*arguments):
         common = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
                   "--enable-logging=stderr"]
-        return subprocess.run([*common, *arguments], capture_output=True, text=True, timeout=60)
+        return subprocess.run([*common, *arguments], capture_output=True, text=True, timeout=180)
     for width in (360, 1280):
         frame = out / f"{page.stem}-{width}.html"
         frame.write_text(f'<body style="margin:0"><iframe style="border:0;width:{width}px;height:3000px" '

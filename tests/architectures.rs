@@ -17,7 +17,7 @@ use requant::verify::verify;
 use requant::{ConvertOptions, Diagnose, Error, WarningCode, convert};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use support::writer::{LINEARS, Model, Quantized, Tensor, Tensors, gptq_module};
 use tempfile::TempDir;
 
@@ -74,6 +74,20 @@ fn open(dir: &Path) -> Checkpoint {
     Checkpoint::open(dir, &OpenOptions::default()).unwrap_or_else(|e| panic!("{}: {e}", dir.display()))
 }
 
+/// A plan of one width for all, groups of 32.
+fn uniform(checkpoint: &Checkpoint, bits: u32) -> Plan {
+    let target = Target::Uniform { bits: bits.try_into().unwrap(), group_size: 32 };
+    Plan::new(checkpoint, &PlanOptions::new(target), &Silent).unwrap()
+}
+
+/// What a plan makes, in a folder that goes with the first.
+fn converted(checkpoint: &Checkpoint, plan: &Plan) -> (TempDir, PathBuf) {
+    let place = tempfile::tempdir().unwrap();
+    let out = place.path().join("out");
+    convert(checkpoint, plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+    (place, out)
+}
+
 fn verified(out: &Path, source: &Checkpoint, what: &str) {
     let verification = verify(out, &OpenOptions::default(), Some(source), &Silent).unwrap();
     let faults: Vec<_> = verification.faults().collect();
@@ -101,11 +115,7 @@ fn every_architecture_becomes_exl2_under_exllamav2s_names() {
         let dir = source(arch, names, &how);
         let checkpoint = open(dir.path());
         assert_eq!(checkpoint.naming(), names, "{what}");
-        let target = Target::Uniform { bits: 8.try_into().unwrap(), group_size: 32 };
-        let plan = Plan::new(&checkpoint, &PlanOptions::new(target), &Silent).unwrap();
-        let (place, out) = (tempfile::tempdir().unwrap(), "out");
-        let out = place.path().join(out);
-        convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+        let (_place, out) = converted(&checkpoint, &uniform(&checkpoint, 8));
         verified(&out, &checkpoint, &what);
         let (written, dims) = (open(&out), checkpoint.dims().unwrap());
         assert_eq!(written.naming(), arch.exl2_names(), "{what}");
@@ -193,9 +203,7 @@ fn mlps_with_biases_have_down_proj_in_the_models_order() {
             let dir = biased_in_act_order(arch, names, !arch.mlp_bias);
             let checkpoint = open(dir.path());
             let plan = Plan::new(&checkpoint, &PlanOptions::new(target), &Silent).unwrap();
-            let place = tempfile::tempdir().unwrap();
-            let out = place.path().join("out");
-            convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+            let (_place, out) = converted(&checkpoint, &plan);
             verified(&out, &checkpoint, &what);
             let (written, json) = (open(&out), report(&out));
             let entry = |name: &str| {
@@ -254,11 +262,7 @@ fn biases_of_the_mlp_cost_nothing() {
     let error = |mlp_bias: bool| {
         let dir = biased_in_act_order(arch, &arch.names[0], mlp_bias);
         let checkpoint = open(dir.path());
-        let target = Target::Uniform { bits: 4.try_into().unwrap(), group_size: 32 };
-        let plan = Plan::new(&checkpoint, &PlanOptions::new(target), &Silent).unwrap();
-        let place = tempfile::tempdir().unwrap();
-        let out = place.path().join("out");
-        convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+        let (_place, out) = converted(&checkpoint, &uniform(&checkpoint, 4));
         let modules = report(&out)["modules"].clone();
         modules.as_array().unwrap().iter().map(|m| m["relative_error"].as_f64().unwrap()).collect::<Vec<_>>()
     };
@@ -271,11 +275,7 @@ fn verify_undoes_the_folded_order() {
     let arch = ARCHITECTURES.iter().find(|arch| arch.name == "Starcoder2ForCausalLM").unwrap();
     let dir = biased_in_act_order(arch, &arch.names[0], false);
     let checkpoint = open(dir.path());
-    let target = Target::Uniform { bits: 4.try_into().unwrap(), group_size: 32 };
-    let plan = Plan::new(&checkpoint, &PlanOptions::new(target), &Silent).unwrap();
-    let place = tempfile::tempdir().unwrap();
-    let out = place.path().join("out");
-    convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+    let (_place, out) = converted(&checkpoint, &uniform(&checkpoint, 4));
     let mut json = report(&out);
     let (down, up) = ("model.layers.1.mlp.c_proj", "model.layers.1.mlp.c_fc");
     let modules = json["modules"].as_array_mut().unwrap();
@@ -307,9 +307,7 @@ fn other_layouts_keep_the_sources_modules() {
             ("same", Some(Plan::same(&checkpoint))),
         ];
         for (to, plan) in plans.into_iter().filter_map(|(to, plan)| Some((to, plan?))) {
-            let place = tempfile::tempdir().unwrap();
-            let out = place.path().join("out");
-            convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+            let (_place, out) = converted(&checkpoint, &plan);
             let written = open(&out);
             let list = |checkpoint: &Checkpoint| -> Vec<String> {
                 checkpoint.modules().iter().map(|module| module.name().into()).collect()
@@ -328,9 +326,7 @@ fn parts_and_ungated_mlps_stay_gptq_where_that_is_better() {
         let mut options = PlanOptions::new(Target::Bpw(6.0));
         options.keep_gptq = true;
         let plan = Plan::new(&checkpoint, &options, &Silent).unwrap();
-        let place = tempfile::tempdir().unwrap();
-        let out = place.path().join("out");
-        convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+        let (_place, out) = converted(&checkpoint, &plan);
         verified(&out, &checkpoint, &what);
         let written = open(&out);
         let kept = |module: &&requant::checkpoint::Module| matches!(module.layout(), Layout::Gptq(_));
@@ -351,11 +347,7 @@ fn the_report_maps_one_source_to_several_outputs() {
     let arch = ARCHITECTURES.iter().find(|arch| arch.name == "Phi3ForCausalLM").unwrap();
     let dir = source(arch, &arch.names[1], &Quantized::default());
     let checkpoint = open(dir.path());
-    let target = Target::Uniform { bits: 4.try_into().unwrap(), group_size: 32 };
-    let plan = Plan::new(&checkpoint, &PlanOptions::new(target), &Silent).unwrap();
-    let place = tempfile::tempdir().unwrap();
-    let out = place.path().join("out");
-    convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+    let (_place, out) = converted(&checkpoint, &uniform(&checkpoint, 4));
     let mut json = report(&out);
     let of = |json: &Value, name: &str| -> (Value, Value) {
         let modules = json["modules"].as_array().unwrap();
@@ -466,9 +458,7 @@ fn errors_are_those_after_exllamav2s_prescale() {
             options.head_bits = Some(bits);
             let plan = Plan::new(&checkpoint, &options, &Silent).unwrap();
             assert!(plan.warnings.iter().all(|w| w.code != WarningCode::ScalesMultiplied), "{what}");
-            let place = tempfile::tempdir().unwrap();
-            let out = place.path().join("out");
-            convert(&checkpoint, &plan, &out, &ConvertOptions::default(), &Silent).unwrap();
+            let (_place, out) = converted(&checkpoint, &plan);
             verified(&out, &checkpoint, &what);
             let (written, json) = (open(&out), report(&out));
             for module in json["modules"].as_array().unwrap() {

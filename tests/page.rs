@@ -25,6 +25,7 @@ fn layer(block: usize, role: &str, expert: Option<usize>) -> LayerScores {
         out_features: 576,
         layout_before: "gptq 4-bit".into(),
         layout_after: "exl2 4/5-bit".into(),
+        format: "exl2".into(),
         bpw: 4.1 + 0.1 * seed as f64,
         weight_error: error,
         promised_error: Some(error),
@@ -166,6 +167,7 @@ fn every_state_has_a_page_without_network_or_script() {
     for (name, state) in &states() {
         let html = page::html(state);
         assert!(html.contains(&summary::headline(state)), "{name}");
+        assert!(!html.contains("<details"), "{name}: all of it is printed");
         assert!(!html.contains("http") && !html.contains("<script") && !html.contains("=\"NaN"), "{name}");
         if let Some(dir) = std::env::var_os("REQUANT_PAGES") {
             std::fs::write(std::path::Path::new(&dir).join(format!("{name}.html")), html).unwrap();
@@ -246,7 +248,7 @@ fn the_summary_names_verdict_layer_and_remedy() {
     let state = passed(22, 0);
     assert_eq!(
         summary::headline(&state),
-        "Passed (no layer is broken): the converted model's perplexity is 37.66, 5.91 % above the source's 35.56."
+        "Passed (no layer is broken; no limit was set): the converted model's perplexity is 37.66, 5.91 % above the source's 35.56."
     );
     assert!(summary::advice(&state).contains(r"--set 'model\.layers\."), "{}", summary::advice(&state));
     assert_eq!(summary::headline(&missed()), "Rejected: KL is 0.0501, at most 0.02 was asked.");
@@ -257,5 +259,33 @@ fn the_summary_names_verdict_layer_and_remedy() {
     assert_eq!(summary::gate(&gate), "KL was not measured, at most 1 was asked");
     let unmeasured = Validation { verdict: Verdict::GateMissed, layers: vec![], ..unsupported() };
     assert!(summary::advice(&unmeasured).contains("what was not run"));
-    assert_eq!(summary::kl(0.0), "0 (exact)");
+    assert_eq!(
+        [0.0, f64::from(f32::MIN_POSITIVE), 0.05].map(summary::kl),
+        ["0 (exact)", "0 up to rounding", "0.05"]
+    );
+    let cost = summary::cost(&state, summary::worst(&state).unwrap());
+    assert!(cost.contains("the most harm of all that were measured alone"), "{cost}");
+}
+
+#[test]
+fn the_advice_names_flags_that_the_worst_layers_layout_has() {
+    let of = |format: &str, role: &str, bpw: f64| {
+        let mut state = passed(1, 0);
+        let layer = LayerScores { format: format.into(), role: role.into(), bpw, ..layer(0, "q", None) };
+        state.layers = vec![layer];
+        summary::advice(&state)
+    };
+    for (format, role, bpw, flag, never) in [
+        ("exl2", "q", 4.12, "q_proj=5'", "--bits"),
+        ("exl2", "q", 8.12, "a higher --bpw", "--set"),
+        ("exl2", "head", 4.12, "--head-bits 5", "--set"),
+        ("exl2", "head", 8.12, "without --head-bits", "--set"),
+        ("gptq", "q", 4.6, "--bits 8", "--set"),
+        ("gptq", "q", 8.6, "a smaller --group-size", "--bits"),
+        ("dense", "q", 16.0, "--to fp16", "--set"),
+    ] {
+        let advice = of(format, role, bpw);
+        assert!(advice.contains(flag) && !advice.contains(never), "{advice}");
+        assert!(format == "exl2" || !advice.contains("--bpw"), "{advice}");
+    }
 }

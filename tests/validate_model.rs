@@ -7,7 +7,7 @@ use half::f16;
 use requant::kernels::Cpu;
 use requant::progress::{CancelFlag, Event, Observer, Silent};
 use requant::validate::report::{ModelSide, NonFinite, Verdict};
-use requant::validate::{Layers, Options, SwapIn, Text, Validation, validate};
+use requant::validate::{Layers, Options, SwapIn, Text, Validation, page, summary, validate};
 use requant::{Diagnose, Kind};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -142,12 +142,27 @@ fn an_order_folded_with_biases_is_undone() {
 #[test]
 fn an_exact_conversion_has_a_divergence_of_exactly_0() {
     let dir = tempfile::tempdir().unwrap();
-    for (name, flags) in [("gptq", ["--to", "gptq"]), ("fp16", ["--to", "fp16"]), ("same", ["--to", "same"])]
-    {
+    for (name, flags) in [
+        ("gptq", &["--to", "gptq"][..]),
+        ("v2", &["--to", "gptq", "--zeros", "v2"]),
+        ("fp16", &["--to", "fp16"]),
+        ("same", &["--to", "same"]),
+        ("kept", &["--to", "exl2", "--bpw", "6", "--keep-gptq"]),
+    ] {
         let out = dir.path().join(name);
         requant().args(["convert", FIXTURE, "--out"]).arg(&out).args(flags).assert().success();
+        if name == "kept" {
+            let report = json_of(&out.join("report.json"));
+            let modules = report["modules"].as_array().unwrap().iter();
+            let kept = modules.filter(|module| module["decision"]["layout"] == "kept").count();
+            assert_eq!(kept, 21, "all but the head, which is fp16");
+        }
         let validation = validated(&out, &options());
         assert_eq!(validation.verdict, Verdict::Exact, "{name}");
+        let html = page::html(&validation);
+        let meaning = summary::meaning(&validation);
+        assert!(meaning.contains("the KL divergence is 0 (exact)"), "{name}: {meaning}");
+        assert!(html.contains(&meaning) && html.contains("<dd>0 (exact)</dd>"), "{name}");
         let model = validation.model.unwrap();
         assert_eq!((model.kl.mean, model.kl_max, model.reverse_kl.mean), (0.0, 0.0, 0.0), "{name}");
         assert_eq!(model.top1_agreement.mean, 1.0);
@@ -166,9 +181,14 @@ fn rows_and_columns_in_another_order_are_exact_and_each_layer_alone_is_0() {
     assert_eq!(validation.verdict, Verdict::Exact);
     assert!(validation.layers.iter().all(|layer| layer.weight_error == 0.0));
     assert!(validation.layers.iter().all(|layer| layer.swap_in.unwrap().kl == 0.0));
-    // The sums of down_proj are taken in another order, which fp32 rounds otherwise.
-    let kl = validation.model.unwrap().kl.mean;
-    assert!(kl < 1e-6, "{kl}");
+    // The sums of down_proj are taken in another order, which fp32 rounds otherwise: not 0, and called by its name.
+    let kl = validation.model.as_ref().unwrap().kl.mean;
+    assert!(kl > 0.0 && kl < 1e-6, "{kl}");
+    let meaning = summary::meaning(&validation);
+    assert!(meaning.contains("summed in another order") && !meaning.contains("0 (exact)"), "{meaning}");
+    let figure = page::html(&validation);
+    let figure = figure.split_once("KL(source ‖ converted)").unwrap().1.split_once("</dd>").unwrap().0;
+    assert!(!figure.contains("exact"), "{figure}");
 }
 
 #[test]

@@ -79,6 +79,17 @@ impl<'a> TensorView<'a> {
         &self.info.shape
     }
 
+    /// The place of element `at` in its shape.
+    pub fn position(&self, at: usize) -> Vec<usize> {
+        let mut rest = at;
+        let mut position: Vec<usize> = Vec::new();
+        for &size in self.shape().iter().rev() {
+            position.insert(0, rest % size.max(1));
+            rest /= size.max(1);
+        }
+        position
+    }
+
     /// Path of its file.
     pub fn file(&self) -> &'a Path {
         self.file

@@ -149,21 +149,15 @@ fn exactness_if(exact: bool) -> Exactness {
 
 /// A tensor's elements.
 pub(super) fn floats(tensor: TensorView<'_>) -> Result<Vec<f32>, crate::Error> {
-    Ok(tensor.floats().ok_or_else(|| Error::NotAFloat {
-        file: tensor.file().into(),
-        tensor: tensor.name().into(),
-        dtype: tensor.dtype(),
-    })?)
+    Ok(tensor.floats().ok_or_else(|| not_a_float(tensor))?)
+}
+
+pub(super) fn not_a_float(tensor: TensorView<'_>) -> Error {
+    Error::NotAFloat { file: tensor.file().into(), tensor: tensor.name().into(), dtype: tensor.dtype() }
 }
 
 pub(super) fn not_finite(tensor: TensorView<'_>, at: crate::quantize::NotFinite) -> crate::Error {
-    let mut rest = at.position;
-    let mut position: Vec<usize> = Vec::new();
-    for &size in tensor.shape().iter().rev() {
-        position.insert(0, rest % size.max(1));
-        rest /= size.max(1);
-    }
-    let (file, name) = (tensor.file().into(), tensor.name().into());
+    let (file, name, position) = (tensor.file().into(), tensor.name().into(), tensor.position(at.position));
     Error::NotFinite { file, tensor: name, position, value: at.value }.into()
 }
 

@@ -1,11 +1,10 @@
 //! Looks at every value that could stop the conversion, before anything is written.
 
 use super::Error;
-use super::module::{floats, not_finite};
+use super::module::{floats, not_a_float, not_finite};
 use crate::checkpoint::{Checkpoint, Layout, TensorView};
-use crate::plan::{BiasDecision, Decision, DenseType, Plan, PlannedModule};
+use crate::plan::{BiasDecision, Decision, DenseType, Plan, PlannedModule, as_half};
 use crate::progress::Observer;
-use crate::quantize::{NotFinite, to_half};
 use crate::warning::{Warning, WarningCode};
 use half::f16;
 use rayon::prelude::*;
@@ -52,16 +51,7 @@ fn becomes_half(module: &PlannedModule) -> bool {
 }
 
 fn rounding(tensor: TensorView<'_>) -> Result<Option<Warning>, crate::Error> {
-    if let Some(halves) = tensor.f16s() {
-        let at = halves.iter().position(|value| !value.is_finite());
-        return match at {
-            None => Ok(None),
-            Some(position) => {
-                Err(not_finite(tensor, NotFinite { position, value: halves[position].to_f32() }))
-            }
-        };
-    }
-    let (_, rounding) = to_half(&floats(tensor)?).map_err(|e| not_finite(tensor, e))?;
+    let rounding = as_half(tensor).ok_or_else(|| not_a_float(tensor))?.map_err(|e| not_finite(tensor, e))?;
     Ok((!rounding.is_exact()).then(|| Warning {
         code: WarningCode::RoundedToHalf,
         subject: tensor.name().into(),

@@ -6,7 +6,7 @@ use super::report::Exactness;
 use crate::checkpoint::{Checkpoint, Layout, Module};
 use crate::output::ShardWriter;
 use crate::plan::{GptqDecision, PlannedModule, columns_that_follow};
-use crate::quantize::{Grid, regrid};
+use crate::quantize::{self, Grid, regrid, squares};
 use half::{bf16, f16};
 use requant_formats::gptq::{self, GIdx, Matrix, Shape, ZeroEncoding};
 use requant_formats::{Permutation, exl2};
@@ -93,13 +93,7 @@ fn grid(decision: &GptqDecision, groups: &GIdx) -> Grid {
 /// Frobenius norm of the difference over that of the weights as decoded; both have the same order.
 fn relative_error(wanted: &Matrix, found: &Matrix) -> f64 {
     let (wanted, found) = (wanted.dequantize(), found.dequantize());
-    let (mut squared, mut norm) = (0.0, 0.0);
-    for (wanted, found) in wanted.iter().zip(&found) {
-        let (wanted, found) = (f64::from(wanted.to_f32()), f64::from(found.to_f32()));
-        squared += (found - wanted) * (found - wanted);
-        norm += wanted * wanted;
-    }
-    if norm > 0.0 { (squared / norm).sqrt() } else { squared.sqrt() }
+    quantize::relative_error(squares(found.iter().map(|w| w.to_f32()).zip(wanted.iter().map(|w| w.to_f32()))))
 }
 
 /// Writes a module of which only the storage of its zero points changes: `qweight` and `scales` are the source's

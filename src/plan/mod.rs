@@ -24,6 +24,7 @@ mod totals;
 pub use error::Error;
 pub(crate) use fold::{columns_that_follow, stored_rows};
 pub use options::{GROUP_SIZES, ModuleOption, Price};
+pub(crate) use overflow::as_half;
 pub use relayout::{GptqDecision, GptqOptions, Order};
 pub use rules::WidthRule;
 pub use sets::{BiasDecision, DenseMembers};

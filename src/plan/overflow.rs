@@ -2,7 +2,7 @@
 
 use super::{Decision, DenseType, Error, PlannedModule, PlannedTensor};
 use crate::checkpoint::{Checkpoint, TensorView};
-use crate::quantize::to_half;
+use crate::quantize::{NotFinite, Rounding, to_half};
 use rayon::prelude::*;
 use safetensors::Dtype;
 
@@ -25,19 +25,19 @@ pub(super) fn stored_as_half(tensors: &[PlannedTensor], modules: &[PlannedModule
 }
 
 fn overflow(tensor: TensorView<'_>) -> Option<Error> {
-    let (at, value) = match tensor.f16s() {
-        Some(halves) => {
-            let at = halves.iter().position(|half| !half.is_finite())?;
-            (at, halves[at].to_f32())
-        }
-        // What holds no floats is refused when it is stored.
-        None => to_half(&tensor.floats()?).err().map(|found| (found.position, found.value))?,
+    // What holds no floats is refused when it is stored.
+    let NotFinite { position, value } = as_half(tensor)?.err()?;
+    let (file, name, position) = (tensor.file().into(), tensor.name().into(), tensor.position(position));
+    Some(Error::Overflow { file, tensor: name, position, value })
+}
+
+/// What storing a tensor as fp16 does to its values; `None` where it holds no floats.
+pub(crate) fn as_half(tensor: TensorView<'_>) -> Option<Result<Rounding, NotFinite>> {
+    let Some(halves) = tensor.f16s() else {
+        return Some(to_half(&tensor.floats()?).map(|(_, rounding)| rounding));
     };
-    let mut rest = at;
-    let mut position: Vec<usize> = Vec::new();
-    for &size in tensor.shape().iter().rev() {
-        position.insert(0, rest % size.max(1));
-        rest /= size.max(1);
-    }
-    Some(Error::Overflow { file: tensor.file().into(), tensor: tensor.name().into(), position, value })
+    Some(match halves.iter().position(|half| !half.is_finite()) {
+        None => Ok(Rounding::default()),
+        Some(position) => Err(NotFinite { position, value: halves[position].to_f32() }),
+    })
 }

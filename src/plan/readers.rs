@@ -73,6 +73,24 @@ const GPTQMODEL: Reader = Reader {
     exl2: false,
 };
 
+/// Before 2026: act-order, and asymmetric files by the exllama kernel, which reads v1 only.
+const VLLM_0_10: Reader = Reader {
+    name: "vllm-0.10",
+    bits: &[2, 3, 4, 8],
+    symmetric_only: false,
+    group_sizes: GroupSizes::MultiplesOf32,
+    act_order: true,
+    equal_groups: true,
+    zeros: V1,
+    column_multiple: 32,
+    fuses: true,
+    mixes_widths: true,
+    obeys_desc_act: true,
+    needs_g_idx: false,
+    needs_keys: true,
+    exl2: false,
+};
+
 /// All readers.
 pub const READERS: &[Reader] = &[
     // Ignores g_idx since the removal of act-order in 2026, and stored zero points (Marlin).
@@ -92,23 +110,7 @@ pub const READERS: &[Reader] = &[
         needs_keys: true,
         exl2: false,
     },
-    // Before 2026: act-order, and asymmetric files by the exllama kernel, which reads v1 only.
-    Reader {
-        name: "vllm-0.10",
-        bits: &[2, 3, 4, 8],
-        symmetric_only: false,
-        group_sizes: GroupSizes::MultiplesOf32,
-        act_order: true,
-        equal_groups: true,
-        zeros: V1,
-        column_multiple: 32,
-        fuses: true,
-        mixes_widths: true,
-        obeys_desc_act: true,
-        needs_g_idx: false,
-        needs_keys: true,
-        exl2: false,
-    },
+    VLLM_0_10,
     Reader {
         name: "sglang",
         bits: &[4, 8],
@@ -162,22 +164,7 @@ pub const READERS: &[Reader] = &[
         exl2: true,
     },
     // Its kernels are those of vLLM before 2025, and its configuration has one width for all.
-    Reader {
-        name: "aphrodite",
-        bits: &[2, 3, 4, 8],
-        symmetric_only: false,
-        group_sizes: GroupSizes::MultiplesOf32,
-        act_order: true,
-        equal_groups: true,
-        zeros: V1,
-        column_multiple: 32,
-        fuses: true,
-        mixes_widths: false,
-        obeys_desc_act: true,
-        needs_g_idx: false,
-        needs_keys: true,
-        exl2: true,
-    },
+    Reader { name: "aphrodite", mixes_widths: false, exl2: true, ..VLLM_0_10 },
 ];
 
 impl Reader {

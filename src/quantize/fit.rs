@@ -2,6 +2,7 @@
 
 use super::kernel::total;
 use super::panel::LANES;
+use super::relative_error::relative_error;
 use super::samples::Samples;
 use super::search::{Search, code_range, search, steps};
 use super::simd::SimdPath;
@@ -39,12 +40,8 @@ pub struct Quantized {
 impl Quantized {
     /// Frobenius norm of the difference over that of the weights; 0 for a module of zeros.
     pub fn relative_error(&self) -> f64 {
-        relative_error(self.squared_error, self.squared_norm)
+        relative_error((self.squared_error, self.squared_norm))
     }
-}
-
-fn relative_error(squared_error: f64, squared_norm: f64) -> f64 {
-    if squared_norm == 0.0 { 0.0 } else { (squared_error / squared_norm).sqrt() }
 }
 
 /// Quantizes one group.

@@ -14,6 +14,7 @@ mod half_precision;
 mod kernel;
 mod panel;
 mod regrid;
+mod relative_error;
 mod samples;
 mod search;
 mod simd;
@@ -27,6 +28,7 @@ pub use feedback::{
 pub use fit::{Fit, Quantized, fit_group, fit_group_on, fit_group_with, quantize};
 pub use half_precision::{NotFinite, Rounding, to_half};
 pub use regrid::{Grid, regrid};
+pub(crate) use relative_error::{relative_error, squares};
 pub use samples::Samples;
 pub use search::Search;
 pub use simd::{SimdError, SimdPath, VARIABLE as SIMD_VARIABLE};

@@ -1,6 +1,8 @@
 //! A GPTQ matrix on a grid that doesn't hold its weights: scales, and zero points where they are wanted, searched
 //! group by group and column by column for the least squared error.
 
+use super::kernel::ROUND;
+use super::panel::{LANES, Lanes};
 use half::f16;
 use rayon::prelude::*;
 use requant_formats::gptq::{self, Bits, GIdx, Matrix, Shape, ZeroConvention};
@@ -17,17 +19,10 @@ pub struct Grid {
     pub zeros: Option<ZeroConvention>,
 }
 
-/// Columns that are searched together.
-const LANES: usize = 16;
-type Lanes = [f32; LANES];
-
 /// Shares of the scale that just clips nothing which are tried, evenly spaced.
 const SHARES: usize = 64;
 const LOWEST: f32 = 0.35;
 const HIGHEST: f32 = 1.15;
-
-/// Adding this to a float below 2²² and taking it away rounds to the nearest integer, ties to even.
-const ROUNDER: f32 = 12_582_912.0;
 
 /// Lays `source` onto another grid. Codes are chosen against the scales as stored, in fp16; a group that the new
 /// grid holds as it is, the source's scale included, keeps its weights to the bit.
@@ -123,7 +118,7 @@ struct Chosen {
 fn code(value: f32, inverse: f32, zero: f32, bits: Bits) -> f32 {
     // Below 2²² even where a scale is far too small for a value: clamped first, then rounded.
     let place = (value * inverse + zero).clamp(0.0, bits.max_code() as f32);
-    (place + ROUNDER) - ROUNDER
+    (place + ROUND) - ROUND
 }
 
 /// The best of all that is tried, column by column; of equals the first.
@@ -222,7 +217,7 @@ fn search(values: &[Lanes], own: Lanes, grid: &Grid) -> Chosen {
                 let zero: Lanes = std::array::from_fn(|lane| {
                     // What is clipped is clipped at both ends alike.
                     let clipped = (high[lane] - low[lane]) / scale[lane] - codes;
-                    (-low[lane] / scale[lane] - clipped.max(0.0) / 2.0 + ROUNDER) - ROUNDER
+                    (-low[lane] / scale[lane] - clipped.max(0.0) / 2.0 + ROUND) - ROUND
                 });
                 for offset in [0.0, -1.0, 1.0] {
                     race.enter(scale, zero.map(|zero| (zero + offset).clamp(lowest, codes)));

@@ -2,7 +2,7 @@
 //! in memory at a time.
 
 use super::layer::Checked;
-use super::memory::{LOGIT_BYTES, Room};
+use super::memory::{CHUNK_TOKENS, LOGIT_BYTES, Room};
 use super::pair::Pair;
 use super::report::{ModelSide, NonFinite, OutputScores};
 use super::scores::Tally;
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 /// Tokens whose activations each converted linear is checked on, in whole windows: more rows change its error by
 /// a few percent. They go through a block together, or in smaller pieces.
-const CHECK_TOKENS: usize = 2048;
+const CHECK_TOKENS: usize = 1024;
 
 /// Tokens that the head is checked on, and as many more as logits are made at a time.
 const CHECK_LOGITS: usize = 1024;
@@ -181,7 +181,7 @@ pub(super) fn run<O: Operations>(
                 let difference = match linears.get(&id) {
                     Some(linear) => ops.difference(output, &linear.forward(ops, input)?)?,
                     // The same weight gives the same output.
-                    None => ops.difference(output, output)?,
+                    None => Difference::default(),
                 };
                 let (rows, sums) = differences.entry(pair).or_default();
                 *rows += ops.shape(input).0;
@@ -238,7 +238,7 @@ pub(super) fn run<O: Operations>(
             let logits = heads.0.logits(ops, &source)?;
             if let Some(pair) = head_pair.filter(|_| first + (rows[0] as usize) < CHECK_LOGITS) {
                 let of_head = match models.checked[pair].exact {
-                    true => ops.difference(&logits, &logits)?,
+                    true => Difference::default(),
                     false => ops.difference(&logits, &heads.1.logits(ops, &source)?)?,
                 };
                 let (count, sums) = differences.entry(pair).or_default();
@@ -270,7 +270,7 @@ pub(super) fn embed<O: Operations>(
     embedding: &Embedding<O>,
     windows: &Windows,
 ) -> Result<Vec<O::Tensor>, crate::Error> {
-    let chunks = chunks(&windows.tokens, windows.window, CHECK_TOKENS);
+    let chunks = chunks(&windows.tokens, windows.window, CHUNK_TOKENS);
     chunks.into_iter().map(|tokens| Ok(embedding.forward(ops, tokens)?)).collect()
 }
 

@@ -1,6 +1,6 @@
 //! The layer check: each converted linear as unpacked from the bytes on disk, against the source's.
 
-use super::fault::{self, Unpacked, relative_error};
+use super::fault::{self, Unpacked, Wanted, relative_error};
 use super::pair::{Pair, source_values};
 use super::report::LayerScores;
 use crate::arch::Role;
@@ -8,6 +8,7 @@ use crate::checkpoint::{Checkpoint, Layout, Module};
 use crate::convert::report::describe;
 use crate::progress::{Event, Observer};
 use rayon::prelude::*;
+use requant_formats::Permutation;
 
 /// Modules that are decoded at a time, so that memory stays bounded by a few of them.
 const AT_A_TIME: usize = 4;
@@ -82,7 +83,9 @@ fn check_pair(source: &Checkpoint, converted: &Checkpoint, pair: &Pair) -> Resul
     let fault = match pair.promise {
         Some(promise) if !promise.is_met(weight_error) => {
             let unpacked = unpack(converted, module)?;
-            Some(fault::name(pair, &unpacked, &wanted, promise, weight_error))
+            let grouped_rows = grouped_rows(source, pair)?;
+            let wanted = Wanted { weights: &wanted, grouped_rows, promise };
+            Some(fault::name(pair, &unpacked, &wanted, weight_error))
         }
         _ => None,
     };
@@ -102,6 +105,7 @@ fn check_pair(source: &Checkpoint, converted: &Checkpoint, pair: &Pair) -> Resul
         out_features: pair.out_features,
         layout_before: before.map_or_else(|| "dense (tied embedding)".into(), describe),
         layout_after: describe(module.layout()),
+        format: module.layout().name().into(),
         bpw: stored_bits(converted, module) as f64 / weights_of(pair).max(1) as f64,
         weight_error,
         promised_error: pair.promise.map(|promise| promise.error()),
@@ -130,10 +134,21 @@ fn bias_of(
 
 fn unpack(converted: &Checkpoint, module: &Module) -> Result<Unpacked, crate::Error> {
     Ok(match module.layout() {
-        Layout::Exl2(_) => Unpacked::Exl2(converted.exl2(module)?),
+        Layout::Exl2(_) => Unpacked::Exl2(converted.exl2(module)?, converted.prescale(module)),
         Layout::Gptq(_) => Unpacked::Gptq(converted.gptq(module)?),
         Layout::Dense { .. } => Unpacked::Dense,
     })
+}
+
+/// The source's rows in the order of its groups, where that isn't the order in which they stand.
+fn grouped_rows(source: &Checkpoint, pair: &Pair) -> Result<Option<Permutation>, crate::Error> {
+    let Some(module) = pair.source_module(source) else { return Ok(None) };
+    let rows = match module.layout() {
+        Layout::Gptq(_) => source.gptq_g_idx(module)?.sorted_rows(),
+        Layout::Exl2(_) => source.exl2(module)?.invperm().inverse(),
+        Layout::Dense { .. } => return Ok(None),
+    };
+    Ok(Some(rows).filter(|rows| !rows.is_identity()))
 }
 
 /// Bits of a module's tensors, the bias included.

@@ -7,7 +7,7 @@ use requant_kernels::Operations;
 
 /// Tokens that go through a block at a time in the host's memory: what a block needs in between is bounded by
 /// these.
-const CHUNK_TOKENS: usize = 2048;
+pub(super) const CHUNK_TOKENS: usize = 2048;
 
 /// The same on a device with its own memory, where there is room: few launches for much work.
 const DEVICE_CHUNK_TOKENS: usize = 8192;

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-/// Version of the schema; raised when a field changes its meaning or goes.
+/// Version of the schema; raised when a field changes its meaning or goes. `docs/validation.md` has every field.
 pub const SCHEMA: u32 = 1;
 
 /// The report of a validation. It holds no time of day, host or path.
@@ -181,7 +181,7 @@ pub struct LayerScores {
     pub converted: String,
     /// Block; `None` for the head.
     pub layer: Option<usize>,
-    /// `q`, `k`, `v`, `o`, `gate`, `up`, `down`, `head`.
+    /// `q`, `k`, `v`, `o`, `gate`, `up`, `down`, `head`; `other` where the architecture is unknown.
     pub role: String,
     /// Expert, where the block has several.
     pub expert: Option<usize>,
@@ -193,6 +193,8 @@ pub struct LayerScores {
     pub layout_before: String,
     /// Layout in the converted model, in words.
     pub layout_after: String,
+    /// The same in a word: `gptq`, `exl2` or `dense`.
+    pub format: String,
     /// Stored bits a weight in the converted model.
     pub bpw: f64,
     /// Of the weights as decoded: Frobenius norm of the difference over that of the source.

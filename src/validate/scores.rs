@@ -17,6 +17,12 @@ struct Sums {
     agreements: usize,
 }
 
+/// A divergence of a token. That of equal logits is computed as 0; what rounding brings below 0 is next to nothing, yet
+/// not the 0 that is called exact.
+fn divergence(computed: f32) -> f32 {
+    if computed < 0.0 { f32::MIN_POSITIVE } else { computed }
+}
+
 /// Collects the scores of all tokens of all windows.
 ///
 /// Divergences count at every token. The last of a window has no target, so that likelihoods leave it out.
@@ -27,17 +33,14 @@ pub(super) struct Tally {
 }
 
 impl Tally {
-    /// Adds a token of a window, which counts from 0. Rounding can make a divergence a little negative: what
-    /// is below 0 is 0.
+    /// Adds a token of a window, which counts from 0.
     pub(super) fn add(&mut self, window: usize, score: &TokenScore, has_target: bool) {
         if self.windows.len() <= window {
             self.windows.resize_with(window + 1, Sums::default);
         }
         let sums = &mut self.windows[window];
         sums.positions += 1;
-        let (kl, reverse_kl) = (score.kl.max(0.0), score.reverse_kl.max(0.0));
-        // `max` would turn a NaN into 0.
-        let kl = if score.kl.is_nan() { f32::NAN } else { kl };
+        let (kl, reverse_kl) = (divergence(score.kl), divergence(score.reverse_kl));
         sums.kl += f64::from(kl);
         sums.reverse_kl += f64::from(reverse_kl);
         sums.agreements += usize::from(score.top1_agrees);
@@ -162,11 +165,16 @@ mod tests {
     }
 
     #[test]
-    fn rounding_below_zero_is_zero_and_a_nan_stays_one() {
+    fn only_equal_logits_give_0_and_a_nan_stays_one() {
         let mut tally = Tally::default();
+        tally.add(0, &score(0.0, 1.0), true);
+        assert_eq!((tally.variant().kl, tally.model().kl_max), (0.0, 0.0));
         tally.add(0, &score(-1e-9, 1.0), true);
-        assert_eq!(tally.variant().kl, 0.0);
+        let model = tally.model();
+        for divergence in [tally.variant().kl, model.kl.mean, model.reverse_kl.mean, model.kl_max] {
+            assert!(divergence > 0.0 && divergence < 1e-30, "{divergence}");
+        }
         tally.add(0, &score(f32::NAN, 1.0), true);
-        assert!(tally.variant().kl.is_nan());
+        assert!(tally.variant().kl.is_nan() && tally.model().reverse_kl.mean.is_nan());
     }
 }

@@ -10,8 +10,10 @@ pub fn headline(validation: &Validation) -> String {
         Verdict::Passed => match model {
             Some(m) => {
                 // Whether an increase is too much is for the user's limits to say.
-                let limits =
-                    if validation.gates.is_empty() { "no layer is broken" } else { "all limits are met" };
+                let limits = match validation.gates.is_empty() {
+                    true => "no layer is broken; no limit was set",
+                    false => "all limits are met",
+                };
                 format!("Passed ({limits}): {}", perplexities(m.source_perplexity, m.converted_perplexity))
             }
             None => "Passed the layer check only: the models' perplexities were not measured.".into(),
@@ -58,7 +60,16 @@ fn perplexities(source: f64, converted: f64) -> String {
 /// What the verdict means for who wants to use the model.
 pub fn meaning(validation: &Validation) -> String {
     match (validation.verdict, &validation.model) {
-        (Verdict::Exact, _) => {
+        (Verdict::Exact, Some(m)) if m.kl.mean != 0.0 => format!(
+            "Nothing was lost: the weights are the same numbers. Their products are summed in another order, which \
+             rounds differently; that, and nothing else, is the mean KL divergence of {} nats a token.",
+            kl(m.kl.mean)
+        ),
+        (Verdict::Exact, Some(_)) => {
+            "Nothing was lost. On the text that was measured, every logit is the same: the KL divergence is 0 (exact)."
+                .into()
+        }
+        (Verdict::Exact, None) => {
             "Nothing was lost. Both models give the same answers up to rounding in the engine.".into()
         }
         (Verdict::Broken, _) => {
@@ -70,7 +81,7 @@ pub fn meaning(validation: &Validation) -> String {
         (_, None) => "Each layer was compared, the model as a whole was not; see what was not run.".into(),
         (_, Some(m)) => format!(
             "On {} predictions both models find the same token most likely {} % of the time; the mean KL \
-             divergence from the source is {} nats a token.",
+             divergence from the source is {} nats a token (of the same model it is 0).",
             m.predictions,
             number(100.0 * m.top1_agreement.mean),
             kl(m.kl.mean),
@@ -110,11 +121,14 @@ pub fn cost(validation: &Validation, layer: &LayerScores) -> String {
     let error = error(layer);
     match layer.swap_in {
         Some(s) => {
-            let unit = if layer.expert.is_some() { "this projection of all experts" } else { "it" };
+            let unit = if unit(validation, layer).0 { "this projection of all experts" } else { "it" };
             let (kl, perplexity) = (kl(s.kl), number(s.perplexity));
             let of_source = (validation.conditions.layer_perplexity)
                 .map_or(String::new(), |source| format!(" where the source has {}", number(source)));
-            format!("{error}; {unit} alone gives KL {kl} and perplexity {perplexity}{of_source}")
+            format!(
+                "{unit} alone gives KL {kl} and perplexity {perplexity}{of_source}, the most harm of all that were \
+                 measured alone; {error}"
+            )
         }
         None => error,
     }
@@ -148,21 +162,56 @@ pub fn advice(validation: &Validation) -> String {
         (Verdict::Exact, _) | (_, None) => "Nothing needs doing.".into(),
         (verdict, Some(layer)) => {
             let when = if verdict == Verdict::Passed { "If you want it closer" } else { "To get closer" };
-            match wider(layer.bpw) {
-                Some(bits) => format!(
-                    "{when}, convert again with more bits for the worst layer, --set '{}={bits}', or for all \
-                     of them, a higher --bpw.",
-                    layer.source.replace('.', "\\.")
-                ),
-                None => {
-                    format!("{when}, convert again with a higher --bpw; the worst layer has 8 bits already.")
-                }
-            }
+            format!("{when}, {}.", closer(validation, layer))
         }
     }
 }
 
-/// The next width that EXL2 has above these stored bits a weight.
+/// How to convert again so that the worst layer comes closer to the source's: its layout has flags of its own.
+fn closer(validation: &Validation, layer: &LayerScores) -> String {
+    let head = layer.role == "head";
+    match (layer.format.as_str(), wider(layer.bpw)) {
+        ("exl2", Some(bits)) if head => {
+            format!(
+                "convert again with more bits for the head, --head-bits {bits}, or without that flag: fp16"
+            )
+        }
+        ("exl2", None) if head => "convert again without --head-bits: the head is then fp16".into(),
+        ("exl2", Some(bits)) => {
+            let (together, pattern) = unit(validation, layer);
+            let what = if together { "projection of all experts" } else { "layer" };
+            format!(
+                "convert again with more bits for the worst {what}, --set '{pattern}={bits}', or for all layers, \
+                 a higher --bpw"
+            )
+        }
+        ("exl2", None) => "convert again with a higher --bpw; the worst layer has 8 bits already".into(),
+        // One width for all modules; the widest is 8.
+        ("gptq", _) if layer.bpw < 8.0 => {
+            "convert again with --bits 8 or a smaller --group-size, which all layers of a GPTQ output share"
+                .into()
+        }
+        ("gptq", _) => "convert again with a smaller --group-size; the worst layer has 8 bits already".into(),
+        _ => "convert again with --to fp16, which holds every value that GPTQ and EXL2 decode to".into(),
+    }
+}
+
+/// Whether a linear is measured together with others, which are the same projection of all experts, and the pattern
+/// that all of their names match, but no other's.
+fn unit(validation: &Validation, layer: &LayerScores) -> (bool, String) {
+    let same = |other: &&LayerScores| (other.layer, &other.role) == (layer.layer, &layer.role);
+    let parts: Vec<&str> = layer.converted.split('.').collect();
+    let block = layer.layer.map(|block| block.to_string());
+    let place = parts.iter().position(|part| Some(*part) == block.as_deref());
+    match (place, parts.last()) {
+        (Some(place), Some(last)) if validation.layers.iter().filter(same).count() > 1 => {
+            (true, format!(r"{}\..*\.{last}$", parts[..=place].join(r"\.")))
+        }
+        _ => (false, parts.join(r"\.")),
+    }
+}
+
+/// The next width of EXL2 above these stored bits a weight.
 fn wider(bpw: f64) -> Option<u32> {
     // Scales and permutations add up to half a bit to the width.
     [3, 4, 5, 6, 8].into_iter().find(|&bits| f64::from(bits) > bpw + 0.5)
@@ -176,8 +225,10 @@ pub fn fault(fault: &LayoutFault) -> String {
         }
         LayoutFault::PermutationInverted => "its permutation is stored inverted".into(),
         LayoutFault::GroupsSwapped { first, second } => format!("groups {first} and {second} changed places"),
-        LayoutFault::ScaleIndexOff { by } => format!("its scale indices are off by {by}"),
-        LayoutFault::ZeroOff { by } => format!("its zero points are off by {by}"),
+        LayoutFault::ScaleIndexOff { by } => {
+            format!("its scale indices (q_scale in EXL2, g_idx in GPTQ) are off by {by:+}")
+        }
+        LayoutFault::ZeroOff { by } => format!("its zero points are off by {by:+}"),
     }
 }
 
@@ -199,9 +250,16 @@ pub fn gate(gate: &super::report::Gate) -> String {
     }
 }
 
+/// Below this, a divergence can't be told from the rounding of logits in fp32.
+const ROUNDING: f64 = 1e-9;
+
 /// A KL divergence; only 0 itself is called exact.
 pub fn kl(value: f64) -> String {
-    if value == 0.0 { "0 (exact)".into() } else { number(value) }
+    match value {
+        0.0 => "0 (exact)".into(),
+        _ if value < ROUNDING => "0 up to rounding".into(),
+        _ => number(value),
+    }
 }
 
 /// Up to four significant digits, without zeros at the end of a fraction.

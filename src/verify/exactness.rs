@@ -8,6 +8,7 @@ use crate::checkpoint::{Bias, Checkpoint, Layout, Module, TensorView};
 use crate::convert::report::{Exactness, TensorOrigin};
 use crate::plan::columns_that_follow;
 use crate::progress::{Event, Observer};
+use crate::quantize::{relative_error, squares};
 use half::{bf16, f16};
 use requant_formats::Permutation;
 use safetensors::Dtype;
@@ -315,10 +316,8 @@ fn check_error(
     places: &Places<'_>,
     reported: f64,
 ) -> Option<String> {
-    let pairs = || (0..found.len()).map(|at| (f64::from(found[at]), f64::from(wanted[places.source(at, n)])));
-    let squared: f64 = pairs().map(|(f, w)| (f - w) * (f - w)).sum();
-    let norm: f64 = pairs().map(|(_, w)| w * w).sum();
-    let error = if norm > 0.0 { (squared / norm).sqrt() } else { squared.sqrt() };
+    let pairs = (0..found.len()).map(|at| (found[at], wanted[places.source(at, n)]));
+    let error = relative_error(squares(pairs));
     ((error - reported).abs() > ERROR_TOLERANCE * reported)
         .then(|| format!("its relative error is {error:e}; the report says {reported:e}"))
 }

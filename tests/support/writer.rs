@@ -246,7 +246,8 @@ impl Model {
         };
         let mut config = json("config.json");
         let stated = config.as_object_mut().unwrap().shift_remove("quantization_config");
-        let quant = stated.unwrap_or_else(|| json("quantize_config.json"));
+        let beside = "quantize_config.json";
+        let quant = stated.or_else(|| dir.join(beside).exists().then(|| json(beside)));
         let mut tensors = Tensors::new();
         for entry in std::fs::read_dir(dir).unwrap() {
             let path = entry.unwrap().path();
@@ -263,7 +264,7 @@ impl Model {
                 tensors.insert(name, Tensor::of(dtype, view.shape(), view.data()));
             }
         }
-        Self { config, quant: Some(quant), tensors }
+        Self { config, quant, tensors }
     }
 
     /// Gives each tensor the name that `rename` makes of its own.

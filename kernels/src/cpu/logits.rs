@@ -1,6 +1,6 @@
 //! What logits say of the next token.
 
-use super::rows::{exp, largest, sum_of, wide};
+use super::rows::{exp, largest, sum_of, sums_of, wide};
 use crate::operations::TokenScore;
 
 /// `ln Σ e^logit`, less the largest logit, which comes with it.
@@ -29,17 +29,21 @@ pub(super) fn compare(source: &[f32], converted: &[f32], target: usize) -> Token
 
 #[inline(always)]
 fn compare_rows(source: &[f32], converted: &[f32], target: usize) -> TokenScore {
-    let ((s_max, s_sum), (c_max, c_sum)) = (log_sum(source), log_sum(converted));
-    // Both sums relative to both maxima, taken out of the differences as well.
+    let (s_max, c_max) = (largest(source), largest(converted));
     let shift = s_max - c_max;
+    let [s_sum, c_sum, forward, backward] = sums_of(source, converted, |s, c| {
+        // Relative to both maxima, which are taken out of the difference as well.
+        let (p, q, apart) = (exp(s - s_max), exp(c - c_max), (s - c) - shift);
+        [p, q, p * apart, q * apart]
+    });
+    let (forward, backward) = (forward / s_sum, backward / c_sum);
+    let (s_sum, c_sum) = (s_sum.ln(), c_sum.ln());
     let between = s_sum - c_sum;
-    let forward = sum_of(source, converted, |s, c| exp(s - s_max) * ((s - c) - shift)) / s_sum.exp();
-    let backward = sum_of(source, converted, |s, c| exp(c - c_max) * ((c - s) + shift)) / c_sum.exp();
     TokenScore {
         source_nll: (s_sum - f64::from(source[target] - s_max)) as f32,
         converted_nll: (c_sum - f64::from(converted[target] - c_max)) as f32,
         kl: (forward - between) as f32,
-        reverse_kl: (backward + between) as f32,
+        reverse_kl: (between - backward) as f32,
         top1_agrees: first(source, s_max) == first(converted, c_max),
     }
 }

@@ -10,9 +10,9 @@ use rayon::prelude::*;
 /// Elements of a weight in fp32 at a time: 64 MiB.
 const PANEL: usize = 1 << 24;
 /// Rows of activations of a task.
-const ROWS: usize = 256;
-/// Columns of a task.
-const COLUMNS: usize = 256;
+const ROWS: usize = 512;
+/// Columns of a task: a multiple of the 96 that AVX-512 multiplies together.
+const COLUMNS: usize = 384;
 
 /// A weight as this device holds it.
 #[derive(Clone, Debug)]
@@ -118,40 +118,15 @@ fn multiply_dense(x: &Tensor, dense: &Dense, panel: &mut [f32], y: &mut Tensor) 
 fn product(x: &Tensor, panel: MatRef<'_, f32>, first: usize, y: &mut Tensor) {
     let (k, count, n) = (x.columns, panel.ncols(), y.columns);
     let x = MatRef::from_row_major_slice(&x.values, x.rows, k);
-    if x.nrows() >= ROWS {
-        y.values.par_chunks_mut(ROWS * n).enumerate().for_each(|(i, rows)| {
-            let m = rows.len() / n;
-            let y = MatMut::from_row_major_slice_mut(rows, m, n).submatrix_mut(0, first, m, count);
-            faer::linalg::matmul::matmul(
-                y,
-                Accum::Replace,
-                x.submatrix(i * ROWS, 0, m, k),
-                panel,
-                1.0,
-                Par::Seq,
-            );
+    let y = MatMut::from_row_major_slice_mut(&mut y.values, x.nrows(), n);
+    let y = y.submatrix_mut(0, first, x.nrows(), count);
+    y.par_row_chunks_mut(ROWS).enumerate().for_each(|(i, rows)| {
+        let x = x.subrows(i * ROWS, rows.nrows());
+        rows.par_col_chunks_mut(COLUMNS).enumerate().for_each(|(j, block)| {
+            let panel = panel.subcols(j * COLUMNS, block.ncols());
+            faer::linalg::matmul::matmul(block, Accum::Replace, x, panel, 1.0, Par::Seq);
         });
-        return;
-    }
-    // Few rows: the columns are shared among the threads instead.
-    let m = x.nrows();
-    let blocks: Vec<Vec<f32>> = (0..count.div_ceil(COLUMNS))
-        .into_par_iter()
-        .map(|block| {
-            let start = block * COLUMNS;
-            let columns = COLUMNS.min(count - start);
-            let mut part = vec![0.0; m * columns];
-            let to = MatMut::from_row_major_slice_mut(&mut part, m, columns);
-            faer::linalg::matmul::matmul(to, Accum::Replace, x, panel.subcols(start, columns), 1.0, Par::Seq);
-            part
-        })
-        .collect();
-    for (block, part) in blocks.iter().enumerate() {
-        let columns = part.len() / m;
-        for (row, values) in part.chunks_exact(columns).enumerate() {
-            y.values[row * n + first + block * COLUMNS..][..columns].copy_from_slice(values);
-        }
-    }
+    });
 }
 
 /// Little-endian elements at any alignment as fp32.
@@ -174,4 +149,36 @@ pub(super) fn widen(dtype: DenseType, bytes: &[u8], to: &mut [f32]) {
 
 fn pairs(bytes: &[u8]) -> impl Iterator<Item = [u8; 2]> + '_ {
     bytes.as_chunks::<2>().0.iter().copied()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Cpu, Operations};
+    use std::sync::Arc;
+
+    /// More rows and columns than a task has, and not a multiple of them; and few rows.
+    #[test]
+    fn products_are_the_same_to_the_bit_for_any_number_of_threads() {
+        let (k, n) = (192, 2 * COLUMNS + 40);
+        let value = |i: usize| ((i * 37 + i / 11) % 101) as f32 * 0.013 - 0.6;
+        let bytes: Vec<u8> = (0..k * n).flat_map(|i| value(i).to_le_bytes()).collect();
+        let dense = Dense { dtype: DenseType::F32, out_features: n, in_features: k, bytes: Arc::new(bytes) };
+        for m in [2 * ROWS + 17, 3] {
+            let x: Vec<f32> = (0..m * k).map(|i| value(i * 5 + 3)).collect();
+            let product = |threads| {
+                let cpu = Cpu::new(threads);
+                let weight = cpu.upload_weight(&Weight::Dense(dense.clone())).unwrap();
+                let y = cpu.matmul(&cpu.upload(&x, k).unwrap(), &weight, None).unwrap();
+                cpu.download(&y).unwrap()
+            };
+            let one = product(1);
+            assert!(one == product(2) && one == product(7), "{m} rows");
+            // The last element, by the definition.
+            let (row, column) = (m - 1, n - 1);
+            let exact: f64 =
+                (0..k).map(|i| f64::from(x[row * k + i]) * f64::from(value(column * k + i))).sum();
+            assert!((f64::from(one[row * n + column]) - exact).abs() < 1e-4, "{exact}");
+        }
+    }
 }

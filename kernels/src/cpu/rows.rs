@@ -55,21 +55,35 @@ pub(super) fn sum(values: &[f32]) -> f64 {
 /// Σ f(a, b), likewise.
 #[inline(always)]
 pub(super) fn sum_of(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> f32) -> f64 {
-    let mut total = 0.0;
+    let [sum] = sums_of(a, b, |a, b| [f(a, b)]);
+    sum
+}
+
+/// Σ f(a, b) of several f, likewise.
+#[inline(always)]
+pub(super) fn sums_of<const N: usize>(a: &[f32], b: &[f32], f: impl Fn(f32, f32) -> [f32; N]) -> [f64; N] {
+    let mut totals = [0.0; N];
     for (a, b) in a.chunks(BLOCK).zip(b.chunks(BLOCK)) {
-        let mut lanes = [0f32; LANES];
+        let mut lanes = [[0f32; LANES]; N];
+        let mut add = |lane: usize, a: f32, b: f32| {
+            for (lanes, value) in lanes.iter_mut().zip(f(a, b)) {
+                lanes[lane] += value;
+            }
+        };
         let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
         for (a, b) in a.iter().zip(b) {
-            for (lane, (&a, &b)) in lanes.iter_mut().zip(a.iter().zip(b)) {
-                *lane += f(a, b);
+            for lane in 0..LANES {
+                add(lane, a[lane], b[lane]);
             }
         }
-        for (lane, (&a, &b)) in lanes.iter_mut().zip(a_rest.iter().zip(b_rest)) {
-            *lane += f(a, b);
+        for (lane, (&a, &b)) in a_rest.iter().zip(b_rest).enumerate() {
+            add(lane, a, b);
         }
-        total += lanes.iter().map(|&lane| f64::from(lane)).sum::<f64>();
+        for (total, lanes) in totals.iter_mut().zip(lanes) {
+            *total += lanes.iter().map(|&lane| f64::from(lane)).sum::<f64>();
+        }
     }
-    total
+    totals
 }
 
 /// The largest element; −∞ of none.

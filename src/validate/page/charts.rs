@@ -98,8 +98,9 @@ fn panel_set(
     let blocks = grid.cells().iter().filter_map(|c| c.layer).max().map_or(1, |b| b + 1);
     let step = (WIDTH - LEFT - 4.0) / blocks as f64;
     let (base, span) = (HEIGHT - BOTTOM, HEIGHT - BOTTOM - TOP - 8.0);
-    let roles: Vec<&str> =
-        grid.roles().into_iter().filter(|r| grid.of_role(r).any(|c| finite(c).is_some())).collect();
+    // Where nothing differs, there is nothing to see.
+    let differs = |c: &Cell| finite(c).is_some_and(|v| v != from || high == 0.0);
+    let roles: Vec<&str> = grid.roles().into_iter().filter(|role| grid.of_role(role).any(differs)).collect();
     html! {
         @if !roles.is_empty() {
             section {

@@ -38,8 +38,8 @@ pub fn html(validation: &Validation) -> String {
                     (charts::heat_map(&grid))
                     (charts::panels(&grid, validation.conditions.layer_perplexity))
                     (charts::cumulative(&validation.cumulative))
-                    (table(&grid))
                     (conditions(validation))
+                    (table(&grid))
                 }
             }
         }
@@ -166,14 +166,12 @@ fn not_run(validation: &Validation) -> Markup {
 fn table(grid: &Grid) -> Markup {
     html! {
         section {
-            details {
-                summary { h2 { "All layers" } }
-                table.layers {
-                    thead { tr { @for name in ["layer", "stored as", "bits", "weight error", "output error", "KL", "perplexity"] {
-                        th scope="col" { (name) }
-                    } } }
-                    tbody { @for cell in grid.cells() { (row(cell)) } }
-                }
+            h2 { "All layers" }
+            table.layers {
+                thead { tr { @for name in ["layer", "stored as", "bits", "weight error", "output error", "KL", "perplexity"] {
+                    th scope="col" { (name) }
+                } } }
+                tbody { @for cell in grid.cells() { (row(cell)) } }
             }
         }
     }
@@ -207,14 +205,16 @@ fn conditions(validation: &Validation) -> Markup {
         section {
             h2 { "Conditions" }
             dl {
-                div { dt { "text" } dd { (c.text) } }
-                div { dt { "tokens" } dd { (c.tokens) " in windows of " (c.window) (if c.bos { ", each after BOS" } else { ", without BOS" }) } }
+                @if c.tokens > 0 {
+                    div { dt { "text" } dd { (c.text) } }
+                    div { dt { "tokens" } dd { (c.tokens) " in windows of " (c.window) (if c.bos { ", each after BOS" } else { ", without BOS" }) } }
+                }
                 @if c.layer_tokens > 0 { div { dt { "tokens for single layers" } dd {
                     (c.layer_tokens) @if let Some(source) = c.layer_perplexity { ", where the source's perplexity is " (number(source)) }
                 } } }
                 div { dt { "device" } dd { (c.device) } }
                 div { dt { "tool" } dd { (validation.tool) } }
-                div { dt { "sha256 of the token ids" } dd { code { (c.token_ids_sha256) } } }
+                @if c.tokens > 0 { div { dt { "sha256 of the token ids" } dd { code { (c.token_ids_sha256) } } } }
                 div { dt { "source's fingerprint" } dd { code { (validation.source.fingerprint) } } }
                 div { dt { "converted model's fingerprint" } dd { code { (validation.converted.fingerprint) } } }
             }
