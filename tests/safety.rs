@@ -305,6 +305,15 @@ fn resume_refuses_other_flags_and_sources_and_leaves_complete_outputs_alone() {
     let message = other["message"].as_str().unwrap();
     assert!(message.contains("--bits was 4 and is 3") && !message.contains("--to"), "{message}");
 
+    // Complete, but made by another version.
+    let report = fs::read(out.join("report.json")).unwrap();
+    let mut older: Value = serde_json::from_slice(&report).unwrap();
+    older["tool"] = json!("requant 0.0.1");
+    fs::write(out.join("report.json"), older.to_string()).unwrap();
+    let other = refuse(source.path(), &out, &four, 2);
+    assert!(other["message"].as_str().unwrap().contains("the tool was requant 0.0.1"), "{other}");
+    fs::write(out.join("report.json"), report).unwrap();
+
     let config = fs::read(source.path().join("config.json")).unwrap();
     let mut config: Value = serde_json::from_slice(&config).unwrap();
     config["rms_norm_eps"] = json!(1e-3);
@@ -337,7 +346,19 @@ fn an_unfinished_job_goes_on_with_the_very_source_only() {
     assert_eq!(other.code(), "output.other_job");
     assert!(other.to_string().contains("model.safetensors"), "{other}");
 
-    fs::write(dir.path().join("out.partial/.job/job.json"), "{").unwrap();
+    // Another version may decide otherwise, and its plan may look different.
+    let state = dir.path().join("out.partial/.job/job.json");
+    let ours = fs::read(&state).unwrap();
+    let mut older: Value = serde_json::from_slice(&ours).unwrap();
+    older["identity"]["tool"] = json!("requant 0.0.1");
+    older["plan"] = json!({"as": "it was then"});
+    fs::write(&state, older.to_string()).unwrap();
+    let by_another = begin(&checkpoint, &out, RESUME).unwrap_err();
+    assert_eq!((by_another.code(), by_another.kind()), ("output.other_job", Kind::Usage));
+    assert!(by_another.to_string().contains("the tool was requant 0.0.1 and is requant "), "{by_another}");
+    assert_eq!(names(dir.path()), ["out.partial"]);
+
+    fs::write(&state, "{").unwrap();
     let damaged = begin(&changed, &out, RESUME).unwrap_err();
     assert_eq!((damaged.code(), damaged.kind()), ("output.state", Kind::Usage));
     // --force starts anew.
@@ -510,6 +531,39 @@ fn a_disk_that_fills_up_meanwhile_costs_no_work() {
     let dir = tempfile::tempdir().unwrap();
     run_job(&checkpoint, &dir.path().join("whole"), Existing::default(), &Silent).unwrap();
     assert!(tree(&out) == tree(&dir.path().join("whole")));
+}
+
+/// All shards but the last are written when the disk is full.
+#[test]
+fn a_disk_that_fills_up_in_the_last_shard_leaves_nothing_under_the_name() {
+    let Some(disk) = small_disk(3 << 20) else { return };
+    let checkpoint = open(Path::new(FIXTURE));
+    let options = ConvertOptions { shard_size: 200_000 };
+    let out = disk.0.path().join("out");
+    let filler = disk.0.path().join("filler");
+    let last = plan(&checkpoint).modules.len() - 1;
+    let fill = At::new("convert", last, |_| {
+        let _ = fs::write(&filler, vec![1; 3 << 20]);
+    });
+    let mut job = begin(&checkpoint, &out, Existing::default()).unwrap().unwrap();
+    job.set_plan(&checkpoint, plan(&checkpoint)).unwrap();
+    let error = job.run(&checkpoint, &options, &fill).unwrap_err();
+    assert_eq!((error.code(), error.kind()), ("output.disk_full", Kind::Environment), "{error}");
+    assert_eq!(names(disk.0.path()), ["filler", "out.partial"]);
+    let mut shards = names(&out.with_extension("partial"));
+    shards.retain(|name| name.ends_with(".safetensors"));
+    let named = error.file().and_then(Path::file_name).unwrap().to_str().unwrap();
+    assert!(shards.len() > 3 && shards.last().map(String::as_str) == Some(named), "{named}: {shards:?}");
+    fs::remove_file(&filler).unwrap();
+    // At one go, what can't be finished is removed.
+    let fill = At::new("convert", last, |_| {
+        let _ = fs::write(&filler, vec![1; 3 << 20]);
+    });
+    let at_once = disk.0.path().join("at-once");
+    fs::remove_dir_all(out.with_extension("partial")).unwrap();
+    let error = requant::convert(&checkpoint, &plan(&checkpoint), &at_once, &options, &fill).unwrap_err();
+    assert_eq!(error.code(), "output.disk_full", "{error}");
+    assert_eq!(names(disk.0.path()), ["filler"]);
 }
 
 #[test]
