@@ -290,8 +290,17 @@ def unpack(words, bits, rows):
     return (codes * (1 << np.arange(bits))).sum(-1).T
 
 
-def decode_exl2(tensors, module):
-    """An EXL2 module's weight `[k, n]`, by the format's description."""
+def prescale(config, module):
+    """What exllamav2 multiplies the scales of a linear by when it loads it, and the model's own code its output."""
+    if module.rsplit(".", 1)[1] not in ("o_proj", "down_proj"):
+        return 1.0
+    if "residual_multiplier" in config:
+        return config["residual_multiplier"]
+    return config.get("scale_depth", LAYERS ** 0.5) / LAYERS ** 0.5
+
+
+def decode_exl2(tensors, module, factor):
+    """An EXL2 module's weight `[k, n]`, by the format's description, as exllamav2 rounds it, without the factor."""
     part = {suffix: tensors[f"{module}.{suffix}"].numpy() for suffix in
             ("q_weight", "q_invperm", "q_scale", "q_scale_max", "q_groups")}
     table = part["q_groups"].reshape(-1, 2)
@@ -301,9 +310,10 @@ def decode_exl2(tensors, module):
     rows = []
     for group, ((bits, begin), end) in enumerate(zip(table, ends)):
         codes = unpack(part["q_weight"][begin:end], int(bits), (end - begin) * 32 // bits)
-        scale = (steps[group].astype(np.float32) + 1) ** 2 * (part["q_scale_max"][group].astype(np.float32) / 256)
-        rows.append((codes - (1 << (bits - 1))) * scale)
-    return np.concatenate(rows)[part["q_invperm"]]
+        largest = np.float16(part["q_scale_max"][group].astype(np.float32) * np.float32(factor / 256))
+        scale = ((steps[group].astype(np.float32) + 1) ** 2 * np.float32(largest)).astype(np.float16)
+        rows.append(((codes - (1 << (bits - 1))) * scale.astype(np.float32)).astype(np.float16))
+    return np.concatenate(rows)[part["q_invperm"]].astype(np.float64) / factor
 
 
 def stub_exllamav2():
@@ -346,7 +356,7 @@ def check(requant, name, config_cls, root):
     stored = {key.removesuffix(".q_weight") for key in tensors if key.endswith(".q_weight")}
     if stored != set(wanted):
         return dict(result, verify=f"linears differ: {sorted(stored ^ set(wanted))[:4]}")
-    errors = [np.linalg.norm(decode_exl2(tensors, module) - weight) / np.linalg.norm(weight)
+    errors = [np.linalg.norm(decode_exl2(tensors, module, prescale(config, module)) - weight) / np.linalg.norm(weight)
               for module, weight in wanted.items()]
     report = json.loads((out / "report.json").read_text())
     return dict(result, weights=max(errors), columns=sum("columns" in module for module in report["modules"]))

@@ -491,6 +491,7 @@ fn errors_are_those_after_exllamav2s_prescale() {
                 let decoded: Vec<f64> = decoded.iter().map(|w| w.to_f64()).collect();
                 let unaware = relative(&decoded, &wanted);
                 println!("{what} {name}: {error:.5}, unaware {unaware:.5}");
+                assert!(error <= unaware, "{what} {name}: {error}, unaware {unaware}");
                 assert!(bits.get() < 8 || error < unaware, "{what} {name}: {error}, unaware {unaware}");
             }
         }

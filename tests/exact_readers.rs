@@ -15,7 +15,7 @@ use requant::{Diagnose, Error};
 use safetensors::Dtype;
 use serde_json::json;
 use support::sha256;
-use support::writer::{DOWN, HIDDEN, INTERMEDIATE, LINEARS, Model, Q, Quantized, Tensor, gptq_module};
+use support::writer::{DOWN, HIDDEN, INTERMEDIATE, LINEARS, Model, Q, Quantized, Sizes, Tensor, gptq_module};
 
 const K: &str = "model.layers.0.self_attn.k_proj";
 
@@ -283,6 +283,150 @@ fn readers_with_one_width_for_all() {
     for (name, bits) in [("tgi", 4), ("aphrodite", 3)] {
         let out = accepted(&source(dir.path()), &reader(name));
         assert!(layouts(&source(&out.dir)).iter().all(|(_, gptq)| gptq.shape.bits.get() == bits), "{name}");
+    }
+}
+
+/// A model of sizes that Marlin's kernels take.
+fn wide(how: &Quantized) -> Model {
+    let sizes = Sizes { hidden: 128, intermediate: 192, heads: 4, ..Sizes::default() };
+    Model::sized(how, &sizes)
+}
+
+/// Marlin ignores stored zero points: 4 bits that aren't symmetric are re-centred in 8, each weight as it was.
+#[test]
+fn asymmetric_four_bits_for_vllm() {
+    let how = Quantized { zero: |group, column| 3 + ((group + column) % 11) as u16, ..Quantized::default() };
+    let dir = wide(&how).set("sym", json!(false)).write();
+    let from = source(dir.path());
+    for name in ["vllm", "sglang"] {
+        let out = accepted(&from, &reader(name));
+        let to = source(&out.dir);
+        assert_eq!(layouts(&to).len(), LINEARS.len());
+        for (module, gptq) in layouts(&to) {
+            assert_eq!((gptq.shape.bits.get(), gptq.zeros.symmetric), (8, true), "{}", module.name());
+        }
+        for file in ["quantize_config.json", "config.json"] {
+            let config = json_of(out.dir.join(file));
+            let config = config.get("quantization_config").unwrap_or(&config);
+            assert_eq!((&config["bits"], &config["sym"]), (&json!(8), &json!(true)), "{file}");
+        }
+    }
+    // 2 bits fit 4.
+    let how = Quantized { bits: 2, zero: |group, column| 1 + ((group + column) % 3) as u16, ..how };
+    let dir = wide(&how).set("sym", json!(false)).set("bits", json!(2)).write();
+    let out = accepted(&source(dir.path()), &reader("vllm"));
+    assert!(layouts(&source(&out.dir)).iter().all(|(_, gptq)| gptq.shape.bits.get() == 4));
+}
+
+#[test]
+fn queries_and_keys_of_different_group_sizes() {
+    let mut model = wide(&Quantized::default());
+    for part in ["k_proj", "v_proj"] {
+        let how = Quantized { group_size: 64, ..Quantized::default() };
+        gptq_module(&mut model.tensors, &format!("model.layers.0.self_attn.{part}"), 128, 128, &how);
+    }
+    let dir = model.set("dynamic", json!({"+:.*[kv]_proj$": {"group_size": 64}})).write();
+    let from = source(dir.path());
+    for name in ["vllm", "vllm-0.10", "sglang"] {
+        assert_eq!(refused(&from, name), (K.into(), Objection::Siblings), "{name}");
+        let out = accepted(&from, &GptqOptions { group_size: Some(32), ..reader(name) });
+        assert!(layouts(&source(&out.dir)).iter().all(|(_, gptq)| gptq.group_size == 32), "{name}");
+    }
+    accepted(&from, &reader("gptqmodel"));
+}
+
+/// vLLM, SGLang and TGI want whole groups, exllamav2 sorts rows into groups of one size, GPTQModel goes by the index.
+#[test]
+fn a_last_group_shorter_than_the_others() {
+    let model = || wide(&Quantized { group_size: 128, ..Quantized::default() });
+    let dir = model().set("group_size", json!(128)).write();
+    let in_order = source(dir.path());
+    // Rows dealt to the groups so that the first has 128 and the second 64.
+    let index: Vec<i32> = (0..192).map(|row| i32::from(row % 3 == 2)).collect();
+    let mut dealt = model();
+    dealt.put(DOWN, "g_idx", Tensor::i32s(&[192], &index));
+    let dealt = dealt.set("group_size", json!(128)).set("desc_act", json!(true)).write();
+    let act_order = source(dealt.path());
+    let short = Objection::ShortGroup { rows: 192, size: 128 };
+    for reader in READERS {
+        let reads = |from: &Checkpoint| {
+            let options = self::reader(reader.name);
+            match gptq(from, &options) {
+                Ok(_) => true,
+                Err(_) => {
+                    assert_eq!(refused(from, reader.name), (DOWN.into(), short), "{}", reader.name);
+                    false
+                }
+            }
+        };
+        let expected = match reader.name {
+            "gptqmodel" | "transformers" => (true, true),
+            "exllamav2" => (true, false),
+            _ => (false, false),
+        };
+        assert_eq!((reads(&in_order), reads(&act_order)), expected, "{}", reader.name);
+        // Half the size divides the rows.
+        accepted(&in_order, &GptqOptions { group_size: Some(64), ..self::reader(reader.name) });
+    }
+}
+
+/// Keys of `quantization_config` that all of the targets' parsers take: AutoGPTQ's `BaseQuantizeConfig`, GPTQModel's
+/// `QuantizeConfig.from_quant_config`, transformers' `GPTQConfig`, vLLM's and SGLang's `GPTQConfig.from_config`. Among
+/// the others are some that stop GPTQModel (`is_marlin_format`) or name modules that the output hasn't.
+const KEYS: [&str; 12] = [
+    "bits",
+    "group_size",
+    "desc_act",
+    "sym",
+    "static_groups",
+    "true_sequential",
+    "lm_head",
+    "quant_method",
+    "checkpoint_format",
+    "pack_dtype",
+    "dynamic",
+    "meta",
+];
+
+/// What is quantized is written from the tensors, whatever lists the source has.
+#[test]
+fn lists_of_modules_are_rewritten_from_the_tensors() {
+    let dense = "model.layers.0.self_attn.o_proj";
+    let lists = [
+        json!([["mlp.gate_proj", "mlp.up_proj"], ["mlp.down_proj"]]),
+        json!(["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj"]),
+        json!([[["self_attn.q_proj"]], "mlp.down_proj", 3]),
+    ];
+    for list in lists {
+        let mut model = wide(&Quantized::default());
+        model.make_dense(dense, 128, 128);
+        for (key, value) in [
+            ("modules_in_block_to_quantize", list.clone()),
+            ("inside_layer_modules", list.clone()),
+            ("modules_to_not_convert", json!(["mlp"])),
+            ("is_marlin_format", json!(false)),
+            ("dataset", json!("c4")),
+        ] {
+            model.set(key, value);
+        }
+        let dir = model.write();
+        let from = source(dir.path());
+        for reader in READERS {
+            let out = accepted(&from, &GptqOptions { group_size: Some(32), ..self::reader(reader.name) });
+            let written = json_of(out.dir.join("quantize_config.json"));
+            assert_eq!(json_of(out.dir.join("config.json"))["quantization_config"], written);
+            for key in written.as_object().unwrap().keys() {
+                assert!(KEYS.contains(&key.as_str()), "{}: {key}", reader.name);
+            }
+            assert_eq!(
+                written["dynamic"],
+                json!({"-:^model\\.layers\\.0\\.self_attn\\.o_proj$": {}}),
+                "{list}"
+            );
+            let to = source(&out.dir);
+            assert_eq!(to.warnings(), [], "{}: {list}", reader.name);
+            assert_eq!(layouts(&to).len(), LINEARS.len() - 1);
+        }
     }
 }
 

@@ -219,6 +219,13 @@ fn a_group_that_straddles_the_border_of_two_gpus() {
     // Split in two it is safe: 96 = 3 · 32. Four GPUs get 48 rows each.
     let found = tp(model(32).path(), "2");
     assert_eq!((&found["works"], &found["sizes"]), (&json!(true), &json!([1, 2])));
+    // Whose rules these are is said.
+    assert_eq!(found["programs"], json!(["vllm", "vllm-0.10", "sglang", "tgi"]));
+    let text = requant().arg("inspect").arg(model(32).path()).args(["--tp", "2"]).output().unwrap().stdout;
+    let text = String::from_utf8(text).unwrap();
+    assert!(text.contains("for 2 GPUs in vllm, vllm-0.10, sglang, tgi: can be cut"), "{text}");
+    let exl2 = tp(Path::new("fixtures/tiny-llama-exl2-4.0bpw"), "2");
+    assert_eq!(exl2["programs"], json!(["exllamav2"]));
 }
 
 #[test]

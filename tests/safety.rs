@@ -1,155 +1,26 @@
-//! A conversion can be killed, starved of disk or started twice, and no model is lost or half written.
+//! A conversion can be killed, gone on with or replaced, and no model is lost or half written.
 
 #![allow(clippy::unwrap_used, reason = "the exception for tests leaves out what test functions share")]
 
+#[path = "support/jobs.rs"]
+mod jobs;
 mod support;
 
-use requant::convert::{Begun, ConvertOptions, Existing, Job};
+use jobs::{
+    At, FIXTURE, RESUME, begin, command, copy_of_fixture, flags, names, plan, refuse, run, run_job, succeed,
+    text, tree,
+};
+use requant::convert::{Existing, Job};
 use requant::formats::exl2::Bits;
-use requant::progress::{CancelFlag, Event, Observer, Silent};
-use requant::{Checkpoint, Diagnose, Error, Kind, Plan, PlanOptions, Target};
-use serde_json::{Map, Value, json};
-use std::collections::BTreeMap;
+use requant::progress::{CancelFlag, Silent};
+use requant::{Diagnose, Kind, Plan, PlanOptions, Target};
+use serde_json::{Value, json};
 use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use support::{open, skip};
-use tempfile::TempDir;
-
-const FIXTURE: &str = "fixtures/tiny-llama-gptq";
-
-/// `requant convert SOURCE --out OUT FLAGS`, errors as JSON.
-fn command(source: &Path, out: &Path, flags: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_requant"));
-    command.arg("convert").arg(source).arg("--out").arg(out).args(["--threads", "1"]).args(flags);
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    command
-}
-
-fn run(source: &Path, out: &Path, flags: &[&str]) -> Output {
-    command(source, out, flags).output().unwrap()
-}
-
-/// A run that must succeed; gives what it prints.
-fn succeed(source: &Path, out: &Path, flags: &[&str]) -> String {
-    let ran = run(source, out, flags);
-    assert!(ran.status.success(), "{flags:?}: {}", text(&ran.stderr));
-    text(&ran.stdout)
-}
-
-/// A run that must fail with this exit code; gives its error.
-fn refuse(source: &Path, out: &Path, flags: &[&str], exit: i32) -> Value {
-    let ran = run(source, out, &[flags, &["--json"]].concat());
-    let stderr = text(&ran.stderr);
-    assert_eq!(ran.status.code(), Some(exit), "{flags:?}: {stderr}");
-    serde_json::from_str(stderr.lines().last().unwrap_or_default())
-        .unwrap_or_else(|e| panic!("{e}: {stderr}"))
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).unwrap()
-}
-
-/// Every file below a directory, by its path in it.
-fn tree(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
-    let mut files = BTreeMap::new();
-    for entry in fs::read_dir(dir).unwrap() {
-        let path = entry.unwrap().path();
-        let name = PathBuf::from(path.file_name().unwrap());
-        match path.is_dir() {
-            true => files.extend(tree(&path).into_iter().map(|(below, bytes)| (name.join(below), bytes))),
-            false => drop(files.insert(name, fs::read(&path).unwrap())),
-        }
-    }
-    files
-}
-
-fn names(dir: &Path) -> Vec<String> {
-    let mut names: Vec<String> =
-        fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
-    names.sort();
-    names
-}
-
-fn copy_of_fixture() -> TempDir {
-    let dir = tempfile::tempdir().unwrap();
-    for (name, bytes) in tree(Path::new(FIXTURE)) {
-        fs::write(dir.path().join(name), bytes).unwrap();
-    }
-    dir
-}
-
-/// An observer that does something when a module of a stage is done, such as to cancel.
-struct At<F: Fn(&CancelFlag) + Sync> {
-    stage: &'static str,
-    module: usize,
-    act: F,
-    in_stage: AtomicUsize,
-    done: AtomicUsize,
-    cancel: CancelFlag,
-}
-
-impl<F: Fn(&CancelFlag) + Sync> At<F> {
-    fn new(stage: &'static str, module: usize, act: F) -> Self {
-        let zero = || AtomicUsize::new(0);
-        At { stage, module, act, in_stage: zero(), done: zero(), cancel: CancelFlag::default() }
-    }
-}
-
-impl<F: Fn(&CancelFlag) + Sync> Observer for At<F> {
-    fn event(&self, event: &Event<'_>) {
-        match *event {
-            Event::Stage { name, .. } => {
-                self.in_stage.store(usize::from(name == self.stage), Ordering::SeqCst);
-            }
-            Event::Module { .. }
-                if self.in_stage.load(Ordering::SeqCst) == 1
-                    && self.done.fetch_add(1, Ordering::SeqCst) + 1 == self.module =>
-            {
-                (self.act)(&self.cancel);
-            }
-            _ => {}
-        }
-    }
-
-    fn cancelled(&self) -> bool {
-        self.cancel.is_set()
-    }
-}
-
-fn flags(bits: u32) -> Map<String, Value> {
-    Map::from_iter([("bits".to_owned(), json!(bits))])
-}
-
-const RESUME: Existing = Existing { resume: true, force: false };
-
-fn begin(checkpoint: &Checkpoint, out: &Path, existing: Existing) -> Result<Option<Job>, Error> {
-    Ok(match Job::begin(checkpoint, flags(4), out, existing)? {
-        Begun::Complete => None,
-        Begun::Job(job) => Some(*job),
-    })
-}
-
-fn plan(checkpoint: &Checkpoint) -> Plan {
-    let target = Target::Uniform { bits: Bits::try_from(4).unwrap(), group_size: 64 };
-    Plan::new(checkpoint, &PlanOptions::new(target), &Silent).unwrap()
-}
-
-/// A job with its plan, run while `observer` watches.
-fn run_job(
-    checkpoint: &Checkpoint,
-    out: &Path,
-    existing: Existing,
-    observer: &dyn Observer,
-) -> Result<(), Error> {
-    let mut job = begin(checkpoint, out, existing)?.expect("complete already");
-    if job.plan().is_none() {
-        job.set_plan(checkpoint, plan(checkpoint))?;
-    }
-    job.run(checkpoint, &ConvertOptions::default(), observer).map(drop)
-}
+use support::open;
 
 // Killed.
 
@@ -305,6 +176,15 @@ fn resume_refuses_other_flags_and_sources_and_leaves_complete_outputs_alone() {
     let message = other["message"].as_str().unwrap();
     assert!(message.contains("--bits was 4 and is 3") && !message.contains("--to"), "{message}");
 
+    // Complete, but made by another version.
+    let report = fs::read(out.join("report.json")).unwrap();
+    let mut older: Value = serde_json::from_slice(&report).unwrap();
+    older["tool"] = json!("requant 0.0.1");
+    fs::write(out.join("report.json"), older.to_string()).unwrap();
+    let other = refuse(source.path(), &out, &four, 2);
+    assert!(other["message"].as_str().unwrap().contains("the tool was requant 0.0.1"), "{other}");
+    fs::write(out.join("report.json"), report).unwrap();
+
     let config = fs::read(source.path().join("config.json")).unwrap();
     let mut config: Value = serde_json::from_slice(&config).unwrap();
     config["rms_norm_eps"] = json!(1e-3);
@@ -337,7 +217,19 @@ fn an_unfinished_job_goes_on_with_the_very_source_only() {
     assert_eq!(other.code(), "output.other_job");
     assert!(other.to_string().contains("model.safetensors"), "{other}");
 
-    fs::write(dir.path().join("out.partial/.job/job.json"), "{").unwrap();
+    // Another version may decide otherwise, and its plan may look different.
+    let state = dir.path().join("out.partial/.job/job.json");
+    let ours = fs::read(&state).unwrap();
+    let mut older: Value = serde_json::from_slice(&ours).unwrap();
+    older["identity"]["tool"] = json!("requant 0.0.1");
+    older["plan"] = json!({"as": "it was then"});
+    fs::write(&state, older.to_string()).unwrap();
+    let by_another = begin(&checkpoint, &out, RESUME).unwrap_err();
+    assert_eq!((by_another.code(), by_another.kind()), ("output.other_job", Kind::Usage));
+    assert!(by_another.to_string().contains("the tool was requant 0.0.1 and is requant "), "{by_another}");
+    assert_eq!(names(dir.path()), ["out.partial"]);
+
+    fs::write(&state, "{").unwrap();
     let damaged = begin(&changed, &out, RESUME).unwrap_err();
     assert_eq!((damaged.code(), damaged.kind()), ("output.state", Kind::Usage));
     // --force starts anew.
@@ -447,142 +339,6 @@ fn force_replaces_nothing_that_is_not_an_output() {
     let above = source.path().parent().unwrap();
     assert_eq!(refuse(source.path(), above, &force, 2)["code"], "output.holds_source");
     assert!(tree(source.path()) == source_files);
-}
-
-// Starved.
-
-/// A file system of its own with so many bytes; `None` where this process may not mount one.
-fn small_disk(bytes: u64) -> Option<SmallDisk> {
-    let dir = tempfile::tempdir().unwrap();
-    let mut mount = Command::new("mount");
-    mount.args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "tmpfs"]).arg(dir.path());
-    match mount.output() {
-        Ok(mounted) if mounted.status.success() => Some(SmallDisk(dir)),
-        failed => {
-            skip(&format!("no small disk: {failed:?}"));
-            None
-        }
-    }
-}
-
-struct SmallDisk(TempDir);
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg(self.0.path()).status();
-    }
-}
-
-#[test]
-fn a_disk_that_is_too_small_is_told_before_anything_is_measured() {
-    let Some(disk) = small_disk(1 << 20) else { return };
-    let out = disk.0.path().join("out");
-    for how in [["--bpw", "4"], ["--bits", "4"], ["--bpw", "3,4"]] {
-        let flags = [&["--to", "exl2"], &how[..]].concat();
-        let ran = run(Path::new(FIXTURE), &out, &[&flags[..], &["--json"]].concat());
-        assert_eq!(ran.status.code(), Some(4), "{how:?}");
-        // The error is the only line: no stage was reached.
-        let error: Value = serde_json::from_slice(&ran.stderr).unwrap();
-        assert_eq!((&error["code"], &error["kind"]), (&json!("output.no_space"), &json!("environment")));
-        let message = error["message"].as_str().unwrap();
-        assert!(message.contains(" needs ") && message.contains(" bytes left"), "{message}");
-    }
-    assert!(tree(disk.0.path()).is_empty());
-}
-
-#[test]
-fn a_disk_that_fills_up_meanwhile_costs_no_work() {
-    let Some(disk) = small_disk(3 << 20) else { return };
-    let checkpoint = open(Path::new(FIXTURE));
-    let out = disk.0.path().join("out");
-    let filler = disk.0.path().join("filler");
-    let fill = At::new("convert", 3, |_| {
-        // As much as goes on the disk.
-        let _ = fs::write(&filler, vec![1; 3 << 20]);
-    });
-    let error = run_job(&checkpoint, &out, Existing::default(), &fill).unwrap_err();
-    assert_eq!((error.code(), error.kind()), ("output.disk_full", Kind::Environment), "{error}");
-    assert_eq!(names(disk.0.path()), ["filler", "out.partial"]);
-    // Still full: nothing is lost by trying.
-    assert_eq!(run_job(&checkpoint, &out, RESUME, &Silent).unwrap_err().kind(), Kind::Environment);
-    fs::remove_file(&filler).unwrap();
-    run_job(&checkpoint, &out, RESUME, &Silent).unwrap();
-    let dir = tempfile::tempdir().unwrap();
-    run_job(&checkpoint, &dir.path().join("whole"), Existing::default(), &Silent).unwrap();
-    assert!(tree(&out) == tree(&dir.path().join("whole")));
-}
-
-#[test]
-fn a_read_only_target_is_the_environments_fault() {
-    // Closed to root, too.
-    let error = refuse(Path::new(FIXTURE), Path::new("/proc/out"), &["--to", "same"], 4);
-    assert_eq!(error["kind"], "environment", "{error}");
-    let Some(disk) = small_disk(8 << 20) else { return };
-    let remount = Command::new("mount").args(["-o", "remount,ro"]).arg(disk.0.path()).status();
-    assert!(remount.unwrap().success());
-    let error = refuse(Path::new(FIXTURE), &disk.0.path().join("out"), &["--to", "same"], 4);
-    assert_eq!(error["code"], "output.read_only", "{error}");
-}
-
-// Disturbed.
-
-#[test]
-fn a_source_that_changes_while_it_is_read_is_not_published() {
-    let source = copy_of_fixture();
-    let weights = source.path().join("model.safetensors");
-    let checkpoint = open(source.path());
-    let dir = tempfile::tempdir().unwrap();
-    let touch = At::new("convert", 5, |_| {
-        use std::os::unix::fs::FileExt;
-        let file = fs::File::options().write(true).open(&weights).unwrap();
-        let end = file.metadata().unwrap().len() - 1;
-        file.write_all_at(&[0x55], end).unwrap();
-    });
-    let error = run_job(&checkpoint, &dir.path().join("out"), Existing::default(), &touch).unwrap_err();
-    assert_eq!((error.code(), error.kind()), ("checkpoint.changed", Kind::Environment));
-    // What came from it is of no use.
-    assert_eq!(names(dir.path()), [""; 0]);
-}
-
-#[test]
-fn two_runs_never_write_one_output() {
-    let checkpoint = open(Path::new(FIXTURE));
-    let dir = tempfile::tempdir().unwrap();
-    let out = dir.path().join("out");
-    let in_use = |more: &[&str]| {
-        let flags = [&["--to", "exl2", "--bits", "4"], more].concat();
-        let error = refuse(Path::new(FIXTURE), &out, &flags, 2);
-        assert_eq!(error["code"], "output.in_use", "{more:?}: {error}");
-        assert!(error["message"].as_str().unwrap().contains("another run"), "{error}");
-    };
-    let all =
-        || [&[][..], &["--resume"], &["--force"], &["--resume", "--force"]].into_iter().for_each(in_use);
-    // From the first moment, while it converts, goes on, and hashes.
-    let mut job = begin(&checkpoint, &out, Existing::default()).unwrap().unwrap();
-    all();
-    job.set_plan(&checkpoint, plan(&checkpoint)).unwrap();
-    drop(job);
-    let stopped = At::new("convert", 3, |cancel| {
-        all();
-        cancel.cancel();
-    });
-    assert_eq!(run_job(&checkpoint, &out, RESUME, &stopped).unwrap_err().kind(), Kind::Interrupted);
-    let checking = At::new("check", 1, |cancel| {
-        all();
-        cancel.cancel();
-    });
-    assert_eq!(run_job(&checkpoint, &out, RESUME, &checking).unwrap_err().kind(), Kind::Interrupted);
-    assert!(checking.done.load(Ordering::SeqCst) > 0);
-    let hashing = At::new("write", 1, |_| all());
-    run_job(&checkpoint, &out, RESUME, &hashing).unwrap();
-    assert_eq!(hashing.done.load(Ordering::SeqCst), 1);
-    // And not while a replacement is under way.
-    let force = At::new("convert", 2, |_| {
-        assert_eq!(refuse(Path::new(FIXTURE), &out, &["--to", "same"], 2)["code"], "output.exists");
-        in_use(&["--force"]);
-    });
-    run_job(&checkpoint, &out, Existing { resume: false, force: true }, &force).unwrap();
-    assert_eq!(names(dir.path()), ["out"]);
 }
 
 // Several bitrates.

@@ -197,7 +197,17 @@ impl Checkpoint {
         }
     }
 
-    /// The bias `[out_features]`, exact, if there is one.
+    /// What the stored bias of a module is the model's own times. exllamav2 multiplies the scales of an EXL2 module
+    /// by its [`prescale`](Self::prescale), but adds the bias as it is, whereas the model multiplies the sum of both.
+    pub fn bias_factor(&self, module: &Module) -> f64 {
+        match module.layout {
+            Layout::Exl2(_) => self.prescale(module),
+            Layout::Gptq(_) | Layout::Dense { .. } => 1.0,
+        }
+    }
+
+    /// The model's own bias `[out_features]`, if there is one: as stored, but for a
+    /// [`bias_factor`](Self::bias_factor).
     ///
     /// # Errors
     /// None but a bug's: the tensor was checked on opening.
@@ -207,6 +217,10 @@ impl Checkpoint {
         }
         let mut bias = self.need(module, "bias")?.floats().unwrap_or_default();
         bias.truncate(module.whole_out_features);
+        let factor = self.bias_factor(module);
+        if factor != 1.0 {
+            bias.iter_mut().for_each(|b| *b = (f64::from(*b) / factor) as f32);
+        }
         Ok(Some(module.cut(Cow::Owned(bias)).into_owned()))
     }
 

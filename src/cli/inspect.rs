@@ -158,7 +158,8 @@ fn verdict_text(verdicts: &[Verdict], tp: Option<&Parallel>) -> String {
     }
     if let Some(tp) = tp {
         let works = if tp.works { "can be cut" } else { "no" };
-        text.push_str(&format!("for {} GPUs: {works}\n{}", tp.size, reasons(&tp.reasons)));
+        let programs = tp.programs.join(", ");
+        text.push_str(&format!("for {} GPUs in {programs}: {works}\n{}", tp.size, reasons(&tp.reasons)));
         let sizes: Vec<String> = tp.sizes.iter().map(ToString::to_string).collect();
         text.push_str(&format!("numbers of GPUs that work: {}\n", sizes.join(", ")));
     }

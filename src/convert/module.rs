@@ -68,7 +68,8 @@ pub(super) fn convert(
             Some(_) => {
                 let source = format!("{}.bias", planned.source);
                 let order = columns.as_ref();
-                let exactness = write_bias(checkpoint, module, &source, &spec, order, writer)?;
+                let factor = bias_factor(checkpoint, module, &planned.decision);
+                let exactness = write_bias(checkpoint, module, &source, &spec, order, factor, writer)?;
                 (vec![source], exactness)
             }
         };
@@ -77,17 +78,35 @@ pub(super) fn convert(
     Ok(ReportModule::new(checkpoint, planned, relative_error, exactness, row_order))
 }
 
-/// Writes a bias in the type of `spec`, in another order where the module's columns have one.
+/// What a bias is to be multiplied by: see [`Checkpoint::bias_factor`].
+fn bias_factor(checkpoint: &Checkpoint, module: Option<&Module>, decision: &Decision) -> f64 {
+    let before = module.map_or(1.0, |module| checkpoint.bias_factor(module));
+    match decision {
+        Decision::Kept => 1.0,
+        Decision::Exl2(decision) => decision.prescale / before,
+        Decision::Gptq(_) | Decision::Dense(_) => 1.0 / before,
+    }
+}
+
+/// Writes a bias times `factor` in the type of `spec`, in another order where the module's columns have one.
 fn write_bias(
     checkpoint: &Checkpoint,
     module: Option<&Module>,
     source: &str,
     spec: &TensorSpec,
     columns: Option<&Permutation>,
+    factor: f64,
     writer: &ShardWriter,
 ) -> Result<Exactness, crate::Error> {
     let Some(tensor) = checkpoint.tensor(source) else { return Ok(Exactness::Identical) };
-    let (bytes, exactness) = bytes_as(tensor, spec.dtype)?;
+    let (bytes, exactness) = match factor == 1.0 {
+        true => bytes_as(tensor, spec.dtype)?,
+        false => {
+            let mut values = floats(tensor)?;
+            values.iter_mut().for_each(|value| *value = (f64::from(*value) * factor) as f32);
+            (rounded(tensor, &values, spec.dtype)?.0, Exactness::Rounded)
+        }
+    };
     // Columns that only pad have a bias of 0, which goes with them.
     let size = spec.dtype.bitsize() / 8;
     let part = module.and_then(Module::columns);
@@ -133,13 +152,21 @@ fn bytes_as(tensor: TensorView<'_>, dtype: Dtype) -> Result<(Cow<'_, [u8]>, Exac
     if tensor.dtype() == dtype {
         return Ok((Cow::Borrowed(tensor.bytes()), Exactness::Identical));
     }
-    let values = floats(tensor)?;
+    rounded(tensor, &floats(tensor)?, dtype)
+}
+
+/// Values that stand for a tensor's elements in bf16, or else fp16.
+fn rounded<'a>(
+    tensor: TensorView<'_>,
+    values: &[f32],
+    dtype: Dtype,
+) -> Result<(Cow<'a, [u8]>, Exactness), crate::Error> {
     if dtype == Dtype::BF16 {
         let rounded: Vec<bf16> = values.iter().map(|&value| bf16::from_f32(value)).collect();
-        let exact = rounded.iter().zip(&values).all(|(r, v)| r.to_f32() == *v);
+        let exact = rounded.iter().zip(values).all(|(r, v)| r.to_f32() == *v);
         return Ok((Cow::Owned(bytemuck::cast_slice(&rounded).to_vec()), exactness_if(exact)));
     }
-    let (halves, rounding) = to_half(&values).map_err(|e| not_finite(tensor, e))?;
+    let (halves, rounding) = to_half(values).map_err(|e| not_finite(tensor, e))?;
     Ok((Cow::Owned(bytemuck::cast_slice(&halves).to_vec()), exactness_if(rounding.is_exact())))
 }
 

@@ -16,6 +16,13 @@ const MOST: usize = 64;
 /// Columns and rows that the kernels of every engine take: a share must be a multiple of it.
 const SHARE_UNIT: usize = 32;
 
+/// Programs that cut GPTQ, all in the same way. What is safe here is safe in each; where rows are in act-order, vLLM
+/// of before 2026 and TGI's Triton kernel have slow ways of their own, which not every GPU runs rightly.
+const GPTQ_PROGRAMS: &[&str] = &["vllm", "vllm-0.10", "sglang", "tgi"];
+
+/// TGI and Aphrodite load EXL2 whole on each GPU, or don't.
+const EXL2_PROGRAMS: &[&str] = &["exllamav2"];
+
 /// Architectures that exllamav2 0.3.2 cuts (its architecture.py, `supports_tp`).
 const EXLLAMAV2_CUTS: [&str; 5] =
     ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Glm4ForCausalLM"];
@@ -28,6 +35,8 @@ const EXLLAMAV2_INTERMEDIATE: usize = 128;
 pub struct Parallel {
     /// GPUs.
     pub size: usize,
+    /// The programs whose way of cutting it is judged by, by their names in [`crate::plan::readers::READERS`].
+    pub programs: &'static [&'static str],
     /// Whether it can.
     pub works: bool,
     /// Why not.
@@ -42,8 +51,13 @@ impl Parallel {
         let dims = checkpoint.dims()?;
         let reasons = reasons(checkpoint, dims, size);
         let sizes = (1..=MOST).filter(|&size| self::reasons(checkpoint, dims, size).is_empty()).collect();
-        Some(Self { size, works: reasons.is_empty(), reasons, sizes })
+        let programs = if is_exl2(checkpoint) { EXL2_PROGRAMS } else { GPTQ_PROGRAMS };
+        Some(Self { size, programs, works: reasons.is_empty(), reasons, sizes })
     }
+}
+
+fn is_exl2(checkpoint: &Checkpoint) -> bool {
+    checkpoint.modules().iter().any(|module| matches!(module.layout(), Layout::Exl2(_)))
 }
 
 fn reasons(checkpoint: &Checkpoint, dims: &Dims, size: usize) -> Vec<Counted> {
@@ -51,7 +65,7 @@ fn reasons(checkpoint: &Checkpoint, dims: &Dims, size: usize) -> Vec<Counted> {
     if size == 1 {
         return reasons;
     }
-    if checkpoint.modules().iter().any(|module| matches!(module.layout(), Layout::Exl2(_))) {
+    if is_exl2(checkpoint) {
         exllamav2(checkpoint, dims, size, &mut reasons);
         return reasons;
     }

@@ -34,7 +34,9 @@ pub(super) fn decision(
         && (groups == 1 || gptq.equal_groups && (!act_order || k.is_multiple_of(size)))
         && (!act_order || (size <= MOST_SORTED_ROWS && k <= usize::from(u16::MAX)))
         // It drops a bias of zeros, and then misses it.
-        && !(bias == BiasDecision::Kept && module.bias() == Some(Bias::AllZero));
+        && !(bias == BiasDecision::Kept && module.bias() == Some(Bias::AllZero))
+        // It adds the bias as it is, where the model's code multiplies it: an EXL2 module's is stored multiplied.
+        && (bias != BiasDecision::Kept || checkpoint.prescale(module) == 1.0);
     if !reads {
         return Ok(None);
     }

@@ -22,6 +22,8 @@ pub struct Reader {
     pub act_order: bool,
     /// Whether it finds a row's group by its place among the sorted rows, so that all groups must be equal.
     pub equal_groups: bool,
+    /// Whether it reads a last group that is shorter than the others.
+    pub short_group: ShortGroup,
     /// Conventions of zero points that it reads.
     pub zeros: &'static [ZeroConvention],
     /// Its columns are multiples of this.
@@ -51,6 +53,17 @@ pub enum GroupSizes {
     MultiplesOf32,
 }
 
+/// Whether a reader takes a last group with fewer rows than the others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ShortGroup {
+    /// Always.
+    Read,
+    /// Where the rows are in order: it gives every group but the last in order the same number of rows.
+    ReadInOrder,
+    /// Never: rows must be a multiple of the group size.
+    Refused,
+}
+
 const MARLIN_SIZES: GroupSizes = GroupSizes::Listed(&[32, 64, 128]);
 const GPTQMODEL_SIZES: GroupSizes = GroupSizes::Listed(&[16, 32, 64, 128, 256, 512, 1024]);
 const BOTH: &[ZeroConvention] = &[ZeroConvention::V1, ZeroConvention::V2];
@@ -63,6 +76,7 @@ const GPTQMODEL: Reader = Reader {
     group_sizes: GPTQMODEL_SIZES,
     act_order: true,
     equal_groups: false,
+    short_group: ShortGroup::Read,
     zeros: BOTH,
     column_multiple: 32,
     fuses: false,
@@ -81,6 +95,7 @@ const VLLM_0_10: Reader = Reader {
     group_sizes: GroupSizes::MultiplesOf32,
     act_order: true,
     equal_groups: true,
+    short_group: ShortGroup::Refused,
     zeros: V1,
     column_multiple: 32,
     fuses: true,
@@ -101,6 +116,7 @@ pub const READERS: &[Reader] = &[
         group_sizes: MARLIN_SIZES,
         act_order: false,
         equal_groups: true,
+        short_group: ShortGroup::Refused,
         zeros: BOTH,
         column_multiple: 64,
         fuses: true,
@@ -118,6 +134,7 @@ pub const READERS: &[Reader] = &[
         group_sizes: MARLIN_SIZES,
         act_order: true,
         equal_groups: true,
+        short_group: ShortGroup::Refused,
         zeros: BOTH,
         column_multiple: 64,
         fuses: true,
@@ -134,6 +151,7 @@ pub const READERS: &[Reader] = &[
         group_sizes: GroupSizes::PowersOfTwo,
         act_order: true,
         equal_groups: true,
+        short_group: ShortGroup::ReadInOrder,
         zeros: V1,
         column_multiple: 32,
         fuses: false,
@@ -146,7 +164,8 @@ pub const READERS: &[Reader] = &[
     GPTQMODEL,
     // Loads through GPTQModel.
     Reader { name: "transformers", ..GPTQMODEL },
-    // Marlin, or where that doesn't do exllamav2's kernels or Triton, which reads no 3 bits; 3.x of 2025.
+    // Marlin, or where that doesn't do exllamav2's kernels or Triton, which reads no 3 bits; 3.x of 2025. Triton
+    // alone takes a short last group, and Marlin is tried first.
     Reader {
         name: "tgi",
         bits: &[2, 4, 8],
@@ -154,6 +173,7 @@ pub const READERS: &[Reader] = &[
         group_sizes: GroupSizes::PowersOfTwo,
         act_order: true,
         equal_groups: true,
+        short_group: ShortGroup::Refused,
         zeros: V1,
         column_multiple: 32,
         fuses: true,
@@ -224,6 +244,17 @@ impl Reader {
             .map(|module| module.source.clone())
     }
 
+    /// Whether a module's last group is shorter than it reads.
+    fn cuts_short(&self, module: &GptqDecision, k: usize) -> bool {
+        let short = module.equal_groups && module.groups > 1 && !k.is_multiple_of(module.group_size);
+        short
+            && match self.short_group {
+                ShortGroup::Read => false,
+                ShortGroup::ReadInOrder => module.act_order,
+                ShortGroup::Refused => true,
+            }
+    }
+
     /// Why it wouldn't read a module so stored, if so; and what would help.
     pub(super) fn objection(&self, module: &GptqDecision, k: usize, n: usize) -> Option<Objection> {
         let size = module.stated_group_size(k);
@@ -239,6 +270,8 @@ impl Reader {
             Some(Objection::Asymmetric)
         } else if !one_group && !size_fits {
             Some(Objection::GroupSize { size })
+        } else if self.cuts_short(module, k) {
+            Some(Objection::ShortGroup { rows: k, size })
         } else if module.act_order && !self.act_order {
             Some(Objection::ActOrder)
         } else if self.equal_groups && !module.equal_groups {
@@ -269,6 +302,14 @@ pub enum Objection {
     /// The size of groups.
     #[error("it does not load groups of {size} rows")]
     GroupSize {
+        /// Rows of a group.
+        size: usize,
+    },
+    /// A last group of fewer rows.
+    #[error("it does not load a last group shorter than the others: {rows} rows in groups of {size}")]
+    ShortGroup {
+        /// k.
+        rows: usize,
         /// Rows of a group.
         size: usize,
     },
@@ -307,7 +348,9 @@ impl Objection {
                 "--bits 4 or 8 widens exactly; a narrower width requantizes, which changes weights"
             }
             Self::Asymmetric => "--sym re-centres exactly: 2 and 3 bits to 4, 4 bits to 8",
-            Self::GroupSize { .. } => "--group-size splits groups exactly into a size that divides them",
+            Self::GroupSize { .. } | Self::ShortGroup { .. } => {
+                "--group-size splits groups exactly into a size that divides them"
+            }
             Self::ActOrder | Self::UnequalGroups => {
                 "requantizing onto groups in order would help, which requant can't do yet; --for vllm-0.10, sglang, \
                  exllamav2 and gptqmodel obey g_idx"

@@ -165,9 +165,19 @@ impl<'a> Comparison<'a> {
             }
         };
         let columns = module.and_then(|module| module.columns.as_ref()).filter(|_| is_bias);
-        if let Some(message) = differs(found, wanted, order.as_ref(), columns, origin.exactness) {
+        let factor = module.filter(|_| is_bias).map_or(1.0, |claim| self.bias_factor(claim));
+        if let Some(message) = differs(found, wanted, order.as_ref(), columns, factor, origin.exactness) {
             self.fault(&origin.name, message);
         }
+    }
+
+    /// What the bias of a module is the source's times.
+    fn bias_factor(&self, claim: &ClaimedModule) -> f64 {
+        let factor = |checkpoint: &Checkpoint, module: Option<&Module>| {
+            module.map_or(1.0, |module| checkpoint.bias_factor(module))
+        };
+        let before = self.source.part(&claim.source, claim.columns.as_ref());
+        factor(self.output, self.output.module(&claim.name)) / factor(self.source, before)
     }
 
     /// What is wrong with a module's weight.
@@ -328,6 +338,7 @@ fn differs(
     wanted: TensorView<'_>,
     order: Option<&Permutation>,
     columns: Option<&Columns>,
+    factor: f64,
     claimed: Exactness,
 ) -> Option<String> {
     let shape = columns.map_or(wanted.shape().to_vec(), |columns| vec![columns.count()]);
@@ -347,6 +358,7 @@ fn differs(
     let source = columns.map_or(source.clone(), |columns| columns.of(&source, source.len()));
     (0..values.len()).find_map(|i| {
         let value = source[order.map_or(i, |order| order.map()[i] as usize)];
+        let value = (f64::from(value) * factor) as f32;
         let wanted = match claimed {
             Exactness::Exact => value,
             _ => round_to(value, found.dtype()),
