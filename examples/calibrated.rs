@@ -42,13 +42,8 @@ fn main() -> anyhow::Result<()> {
     convert_with(&checkpoint, &plan, out.as_ref(), &ConvertOptions::default(), &quantizer, &Silent)?;
     let modules = quantizer.modules();
     for m in &modules {
-        let (order, damping) = (m.order, m.damping);
-        println!(
-            "{}: {:.6} {order:?} {damping:?} {:?}",
-            m.name,
-            m.output_error.unwrap_or(f64::NAN),
-            m.uncalibrated
-        );
+        let errors = [m.output_error, m.output_error_by_weights].map(|error| error.unwrap_or(f64::NAN));
+        println!("{}: {:.6} of {:.6} {:?} {:?}", m.name, errors[0], errors[1], m.damping, m.uncalibrated);
     }
     let mean = modules.iter().filter_map(|m| m.output_error).sum::<f64>() / modules.len() as f64;
     println!(

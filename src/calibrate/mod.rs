@@ -4,21 +4,23 @@
 //! one block are in memory at a time, besides the hidden states of all windows. Linears with one input share one
 //! Hessian. Must not quantize.
 
+mod losses;
 mod quantizer;
+mod sample;
 #[cfg(test)]
 mod tests;
 
+pub use losses::CalibratedLosses;
 pub use quantizer::{CalibratedModule, CalibratedQuantizer};
+pub(crate) use sample::text;
 
 use crate::arch::Role;
+use crate::checkpoint::Checkpoint;
 use crate::model::{LinearId, Model};
 use crate::quantize::Hessian;
 use crate::validate::Windows;
 use requant_kernels::{Calibration, Error};
 use std::collections::BTreeMap;
-
-/// The text that is used where none is named; `sample/README.md` says what it is.
-pub(crate) const TEXT: &str = include_str!("sample/calibration.txt");
 
 /// Windows where no number is given, and their length.
 pub const DEFAULT_WINDOWS: usize = 128;
@@ -55,6 +57,28 @@ impl BlockHessians {
     }
 }
 
+/// Where the linears of a model are, by their names in an EXL2 output.
+struct Places(BTreeMap<String, (usize, LinearId)>);
+
+impl Places {
+    fn new(checkpoint: &Checkpoint) -> Self {
+        let mut places = BTreeMap::new();
+        if let (Some(arch), Some(dims)) = (checkpoint.architecture(), checkpoint.dims()) {
+            for layer in 0..dims.layers {
+                for linear in arch.block(dims, checkpoint.naming(), layer) {
+                    let id = LinearId { role: linear.role, expert: linear.expert };
+                    places.insert(linear.exl2_name, (layer, id));
+                }
+            }
+        }
+        Self(places)
+    }
+
+    fn get(&self, module: &str) -> Option<(usize, LinearId)> {
+        self.0.get(module).copied()
+    }
+}
+
 /// The linear that stands for all with the same input.
 fn input_of(id: LinearId) -> LinearId {
     let role = match id.role {
@@ -75,6 +99,18 @@ impl<'a, O: Calibration> Calibrator<'a, O> {
         let chunk = (CHUNK_TOKENS / windows.window).max(1) * windows.window;
         let hidden = windows.tokens.chunks(chunk).map(|tokens| embedding.forward(ops, tokens));
         Ok(Self { ops, model, window: windows.window, hidden: hidden.collect::<Result<_, _>>()?, layer: 0 })
+    }
+
+    /// Runs blocks until `block` holds the Hessians of block `layer`, which isn't before the one that it holds.
+    fn advance(&mut self, block: &mut Option<BlockHessians>, layer: usize) -> Result<(), crate::Error> {
+        while block.as_ref().is_none_or(|block| block.layer < layer) {
+            *block = None;
+            match self.next_block()? {
+                Some(next) => *block = Some(next),
+                None => break,
+            }
+        }
+        Ok(())
     }
 
     /// Runs the next block: its Hessians; `None` after the last.

@@ -1,9 +1,11 @@
 //! `requant convert`: its flags, and what they mean to the library.
 
+use super::calibration::Calibration;
 use super::errors::Failure;
 use super::progress::{Progress, Style};
 use super::validate::Measure;
 use clap::ValueEnum;
+use requant::calibrate::{DEFAULT_WINDOW, DEFAULT_WINDOWS};
 use requant::checkpoint::{AllOnes, Checkpoint, OpenOptions};
 use requant::formats::exl2::Bits;
 use requant::formats::gptq;
@@ -66,6 +68,24 @@ pub(super) struct Arguments {
     /// What a stored zero point of only ones means in an asymmetric v1 file that GPTQModel didn't write.
     #[arg(long, value_name = "MEANING", value_enum)]
     all_ones: Option<Ones>,
+    /// Calibrate on text: errors count by what they do to the outputs of linears, rounding errors of weights make up for
+    /// each other, and with --bpw widths go where the model needs them. Takes minutes to hours on a CPU.
+    #[arg(help_heading = "EXL2 output", long)]
+    pub(super) calibrate: bool,
+    /// The text to calibrate on: plain, or .jsonl or .parquet with a field `text`; a built-in one if left out.
+    #[arg(help_heading = "EXL2 output", long, value_name = "FILE", requires = "calibrate")]
+    #[serde(skip)]
+    pub(super) calibration_text: Option<PathBuf>,
+    /// Tokens to calibrate on.
+    #[arg(
+        help_heading = "EXL2 output",
+        long,
+        value_name = "N",
+        requires = "calibrate",
+        default_value_t = DEFAULT_WINDOWS * DEFAULT_WINDOW
+    )]
+    #[serde(skip)]
+    pub(super) calibration_tokens: usize,
     /// Convert an architecture that isn't known as a Llama, which exllamav2 takes it for.
     #[arg(help_heading = "EXL2 output", long)]
     any_arch: bool,
@@ -208,12 +228,13 @@ impl Arguments {
     }
 
     /// The flags that decide the bytes of one output: all but those that have no say in them.
-    pub(super) fn flags(&self, bpw: Option<f64>) -> Map<String, Value> {
+    pub(super) fn flags(&self, bpw: Option<f64>, calibration: Option<&Calibration>) -> Map<String, Value> {
         let mut flags = match serde_json::to_value(self) {
             Ok(Value::Object(flags)) => flags,
             _ => Map::new(),
         };
         flags.insert("bpw".into(), bpw.into());
+        flags.insert("calibrate".into(), calibration.map_or(Value::Null, Calibration::flags));
         flags.retain(|_, value| {
             !matches!(value, Value::Null | Value::Bool(false)) && value != &Value::Array(vec![])
         });
@@ -234,6 +255,7 @@ impl Arguments {
             (!self.min.is_empty(), "--min"),
             (self.dense_members.is_some(), "--dense-members"),
             (self.any_arch, "--any-arch"),
+            (self.calibrate, "--calibrate"),
         ];
         let gptq = [
             (self.zeros.is_some(), "--zeros"),

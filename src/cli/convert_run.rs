@@ -1,5 +1,6 @@
 //! What `requant convert` does with its flags: plans, jobs, checks, what is printed.
 
+use super::calibration::Calibration;
 use super::convert::{Arguments, Layout};
 use super::errors::Failure;
 use super::print;
@@ -8,7 +9,7 @@ use super::summary::{plan_table, success, totals_line};
 use super::validate::{self, PAGE_FILE, VALIDATION_FILE};
 use super::validate_summary;
 use requant::checkpoint::{Checkpoint, OpenOptions};
-use requant::convert::{Begun, Check, ConvertOptions, Existing, Job, needed_bytes};
+use requant::convert::{Begun, ByWeights, Check, ConvertOptions, Existing, Job, Quantizer, needed_bytes};
 use requant::output;
 use requant::plan::{DenseType, Plan};
 use requant::validate::Validation;
@@ -23,7 +24,9 @@ impl Arguments {
         progress: &Progress,
         json: bool,
     ) -> Result<(), Failure> {
-        let plans = self.plans(checkpoint, &self.bpw, progress);
+        let calibration = Calibration::new(self, checkpoint)?;
+        let dir = std::env::temp_dir().join(format!("requant-{}", std::process::id()));
+        let plans = self.plans(checkpoint, &self.bpw, calibration.as_ref(), &dir, progress);
         progress.finish();
         let mut plans = plans?;
         for plan in &mut plans {
@@ -49,8 +52,9 @@ impl Arguments {
         if self.validate {
             requant::validate::check_options(checkpoint, &self.measure.options(false))?;
         }
-        let mut outputs = self.begin(checkpoint, out)?;
-        let planned = self.give_plans(checkpoint, &mut outputs, progress);
+        let calibration = Calibration::new(self, checkpoint)?;
+        let mut outputs = self.begin(checkpoint, out, calibration.as_ref())?;
+        let planned = self.give_plans(checkpoint, &mut outputs, calibration.as_ref(), progress);
         progress.finish();
         planned?;
         let options = ConvertOptions { shard_size: self.shard_size };
@@ -66,9 +70,15 @@ impl Arguments {
                 continue;
             };
             let mut validation = None;
-            let published = job.run_and_check(checkpoint, &options, progress, |complete| {
-                self.check(checkpoint, complete, &dir, &mut validation, progress)
-            });
+            let run = |quantizer: &dyn Quantizer| {
+                job.run_and_check(checkpoint, &options, quantizer, progress, |complete| {
+                    self.check(checkpoint, complete, &dir, &mut validation, progress)
+                })
+            };
+            let published = match &calibration {
+                Some(calibration) => calibration.quantizing(checkpoint, run),
+                None => run(&ByWeights),
+            };
             progress.finish();
             let published = published.map_err(|error| {
                 let failure = Failure::working_on(checkpoint, error);
@@ -135,10 +145,15 @@ impl Arguments {
     }
 
     /// Locks every output, before anything long is done for one of them.
-    fn begin(&self, checkpoint: &Checkpoint, out: &Path) -> Result<Vec<Output>, Failure> {
+    fn begin(
+        &self,
+        checkpoint: &Checkpoint,
+        out: &Path,
+        calibration: Option<&Calibration>,
+    ) -> Result<Vec<Output>, Failure> {
         let existing = Existing { resume: self.resume, force: self.force };
         let begin = |dir: PathBuf, bpw: Option<f64>| -> Result<Output, Failure> {
-            let job = match Job::begin(checkpoint, self.flags(bpw), &dir, existing)? {
+            let job = match Job::begin(checkpoint, self.flags(bpw, calibration), &dir, existing)? {
                 Begun::Complete => None,
                 Begun::Job(job) => Some(*job),
             };
@@ -158,6 +173,7 @@ impl Arguments {
         &self,
         checkpoint: &Checkpoint,
         outputs: &mut [Output],
+        calibration: Option<&Calibration>,
         progress: &Progress,
     ) -> Result<(), Failure> {
         let unplanned: Vec<(&mut Job, Option<f64>)> = (outputs.iter_mut())
@@ -174,7 +190,8 @@ impl Arguments {
             }
             first.check_space(needed)?;
         }
-        let plans = self.plans(checkpoint, &budgets, progress)?;
+        let dir = first.beside("calibrating");
+        let plans = self.plans(checkpoint, &budgets, calibration, &dir, progress)?;
         for ((job, _), plan) in unplanned.into_iter().zip(plans) {
             job.set_plan(checkpoint, plan)?;
         }
@@ -186,12 +203,18 @@ impl Arguments {
         &self,
         checkpoint: &Checkpoint,
         budgets: &[f64],
+        calibration: Option<&Calibration>,
+        dir: &Path,
         progress: &Progress,
     ) -> Result<Vec<Plan>, Failure> {
         let at = |error| Failure::working_on(checkpoint, error);
         if self.to == Layout::Exl2 && !budgets.is_empty() {
             let options = self.exl2_options(budgets.first().copied())?;
-            return Plan::for_budgets(checkpoint, &options, budgets, progress).map_err(at);
+            return match calibration {
+                Some(calibration) => calibration.plans(checkpoint, &options, budgets, dir, progress),
+                None => Plan::for_budgets(checkpoint, &options, budgets, progress),
+            }
+            .map_err(at);
         }
         let plan = match self.to {
             Layout::Exl2 => Plan::new(checkpoint, &self.exl2_options(None)?, progress),

@@ -3,6 +3,7 @@
 //! Takes arguments, calls the library, prints results on stdout and everything else on stderr. Must not hold
 //! logic that a library user would miss.
 
+mod calibration;
 mod convert;
 mod convert_run;
 mod device;

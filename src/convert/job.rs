@@ -141,6 +141,11 @@ impl Job {
         Ok(output::check_space(self.staging.path(), needed)?)
     }
 
+    /// A name beside the unfinished output for what is to be on its disk for a while.
+    pub fn beside(&self, what: &str) -> PathBuf {
+        self.staging.path().with_extension(what)
+    }
+
     /// Removes the job, so that it can't go on.
     pub fn discard(mut self) {
         self.staging.keep_partial(false);
@@ -174,7 +179,9 @@ impl Job {
         options: &super::ConvertOptions,
         observer: &dyn Observer,
     ) -> Result<Report, crate::Error> {
-        Ok(self.run_and_check(checkpoint, options, observer, |_| Ok(Check::default()))?.report)
+        Ok(self
+            .run_and_check(checkpoint, options, &super::ByWeights, observer, |_| Ok(Check::default()))?
+            .report)
     }
 
     /// Converts what isn't converted yet, has `check` look at the complete directory, and publishes it: under
@@ -190,6 +197,7 @@ impl Job {
         mut self,
         checkpoint: &Checkpoint,
         options: &super::ConvertOptions,
+        quantizer: &dyn super::Quantizer,
         observer: &dyn Observer,
         check: impl FnOnce(&Path) -> Result<Check, crate::Error>,
     ) -> Result<Published, crate::Error> {
@@ -197,7 +205,7 @@ impl Job {
         let plan = self.plan.take().expect("set_plan comes before run");
         let flags = std::mem::take(&mut self.identity.flags);
         let result = self.check_space(planned_bytes(checkpoint, &plan)).and_then(|()| {
-            run::run(checkpoint, &plan, flags, &self.staging, true, options, (&super::ByWeights, observer))
+            run::run(checkpoint, &plan, flags, &self.staging, true, options, (quantizer, observer))
         });
         let mut report = result.inspect_err(|error| {
             // Bad input stays bad, and what came from a source that changed is of no use.

@@ -3,21 +3,23 @@
 use super::keep::solve_with_kept;
 use super::options::{Candidate, Job, Outcome};
 use super::solve::{Choice, Solution, solve_until};
-use super::{Error, Objective};
+use super::{Error, Losses, Objective};
 use crate::checkpoint::Checkpoint;
 use crate::progress::{Event, Observer};
 
 /// What was measured, for all budgets alike.
-pub(super) struct Measurements {
+pub(super) struct Measurements<'a> {
     budgets: Vec<f64>,
+    /// `None`: errors of weights count.
+    losses: Option<&'a mut dyn Losses>,
     /// The options of each job; `None` before the first budget is solved.
     measured: Option<Vec<Vec<Candidate>>>,
 }
 
-impl Measurements {
+impl<'a> Measurements<'a> {
     /// For budgets in bpw.
-    pub(super) fn of(budgets: Vec<f64>) -> Self {
-        Self { budgets, measured: None }
+    pub(super) fn of(budgets: Vec<f64>, losses: Option<&'a mut dyn Losses>) -> Self {
+        Self { budgets, losses, measured: None }
     }
 
     /// The options of each job, measured if they aren't yet, and once every budget is known to be feasible.
@@ -34,7 +36,7 @@ impl Measurements {
                 for &bpw in &self.budgets {
                     budget(jobs, bpw, weights)?;
                 }
-                measure(checkpoint, jobs, weights, observer)?
+                measure(checkpoint, jobs, weights, self.losses.take(), observer)?
             }
         };
         Ok(self.measured.insert(measured))
@@ -45,6 +47,7 @@ fn measure(
     checkpoint: &Checkpoint,
     jobs: &[&Job<'_>],
     weights: u64,
+    mut losses: Option<&mut dyn Losses>,
     observer: &dyn Observer,
 ) -> Result<Vec<Vec<Candidate>>, crate::Error> {
     observer.event(&Event::Stage { name: "measure", modules: jobs.len(), weights });
@@ -53,7 +56,7 @@ fn measure(
         if observer.cancelled() {
             return Err(crate::Error::Cancelled);
         }
-        measured.push(job.measure(checkpoint)?);
+        measured.push(job.measure(checkpoint, &mut losses)?);
         let module = job.member.module;
         observer.event(&Event::Module { name: module.name(), weights: module.weights() });
     }
@@ -64,7 +67,7 @@ pub(super) fn by_error(
     checkpoint: &Checkpoint,
     jobs: &[&Job<'_>],
     bpw: f64,
-    measurements: &mut Measurements,
+    measurements: &mut Measurements<'_>,
     observer: &dyn Observer,
 ) -> Result<(Vec<Outcome>, Objective), crate::Error> {
     let weights: u64 = jobs.iter().map(|job| job.member.module.weights()).sum();
@@ -73,15 +76,8 @@ pub(super) fn by_error(
     let solved = |open: &dyn Fn(&Candidate) -> bool| -> Result<(Solution, Vec<Vec<usize>>), Error> {
         let open: Vec<Vec<usize>> =
             measured.iter().map(|c| (0..c.len()).filter(|&i| open(&c[i])).collect()).collect();
-        let classes: Vec<Vec<Choice>> = (jobs.iter().zip(measured).zip(&open))
-            .map(|((job, candidates), open)| {
-                let n = job.member.linear.out_features as f64;
-                let choice = |&i: &usize| Choice {
-                    cost: candidates[i].stored_bits,
-                    error: n * candidates[i].squared_error,
-                };
-                open.iter().map(choice).collect()
-            })
+        let classes: Vec<Vec<Choice>> = (measured.iter().zip(&open))
+            .map(|(candidates, open)| open.iter().map(|&i| candidates[i].choice()).collect())
             .collect();
         let may_keep = |(c, open): (&Vec<Candidate>, &Vec<usize>)| open.iter().any(|&i| c[i].kept.is_some());
         let solution = match measured.iter().zip(&open).any(may_keep) {

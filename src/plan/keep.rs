@@ -69,11 +69,7 @@ pub(super) fn solve_with_kept(
     budget: u64,
     cancelled: &dyn Fn() -> bool,
 ) -> Option<Solution> {
-    let choice = |job: usize, i: usize| {
-        let candidate = &measured[job][open[job][i]];
-        let n = jobs[job].member.linear.out_features as f64;
-        Choice { cost: candidate.stored_bits, error: n * candidate.squared_error }
-    };
+    let choice = |job: usize, i: usize| measured[job][open[job][i]].choice();
     let is_kept = |job: usize, i: usize| measured[job][open[job][i]].kept.is_some();
     let mut classes: Vec<Vec<(Choice, Vec<usize>)>> = Vec::new();
     let mut members: Vec<Vec<usize>> = Vec::new();

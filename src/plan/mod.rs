@@ -9,6 +9,7 @@ mod error;
 mod fold;
 mod head;
 mod keep;
+mod losses;
 mod options;
 mod overflow;
 pub mod readers;
@@ -23,6 +24,7 @@ mod totals;
 
 pub use error::Error;
 pub(crate) use fold::{columns_that_follow, stored_rows};
+pub use losses::Losses;
 pub use options::{GROUP_SIZES, ModuleOption, Price};
 pub(crate) use overflow::as_half;
 pub use relayout::{GptqDecision, GptqOptions, Order};
@@ -273,7 +275,7 @@ impl Plan {
         observer: &dyn Observer,
     ) -> Result<Self, crate::Error> {
         let budgets = if let Target::Bpw(bpw) = options.target { vec![bpw] } else { Vec::new() };
-        Self::measured(checkpoint, options, &mut Measurements::of(budgets), observer)
+        Self::measured(checkpoint, options, &mut Measurements::of(budgets, None), observer)
     }
 
     /// Plans one conversion for each of several budgets in bpw, and measures once for all. The target of
@@ -287,7 +289,22 @@ impl Plan {
         budgets: &[f64],
         observer: &dyn Observer,
     ) -> Result<Vec<Self>, crate::Error> {
-        let mut measurements = Measurements::of(budgets.to_vec());
+        Self::for_budgets_by(checkpoint, options, budgets, None, observer)
+    }
+
+    /// The same, with the widths chosen for the least divergence of the model that a calibration expects; the
+    /// objective's value is that divergence then.
+    ///
+    /// # Errors
+    /// Those of [`Plan::for_budgets`] and of the calibration.
+    pub fn for_budgets_by(
+        checkpoint: &Checkpoint,
+        options: &PlanOptions,
+        budgets: &[f64],
+        losses: Option<&mut dyn Losses>,
+        observer: &dyn Observer,
+    ) -> Result<Vec<Self>, crate::Error> {
+        let mut measurements = Measurements::of(budgets.to_vec(), losses);
         let mut plan = |&bpw: &f64| {
             let options = PlanOptions { target: Target::Bpw(bpw), ..options.clone() };
             Self::measured(checkpoint, &options, &mut measurements, observer)
@@ -298,7 +315,7 @@ impl Plan {
     fn measured(
         checkpoint: &Checkpoint,
         options: &PlanOptions,
-        measurements: &mut Measurements,
+        measurements: &mut Measurements<'_>,
         observer: &dyn Observer,
     ) -> Result<Self, crate::Error> {
         SimdPath::chosen().map_err(Error::from)?;

@@ -1,12 +1,14 @@
 //! The options of a module: widths and group sizes, their sizes and measured errors.
 
 use super::fold::{can_fold, needs_identity};
+use super::losses::Losses;
 use super::rules;
 use super::sets::{Member, Treatment};
+use super::solve::Choice;
 use super::{BiasDecision, Decision, DenseType, Error, Exl2Decision, PlanOptions, PlannedModule, Target};
 use crate::arch::Dims;
 use crate::checkpoint::{Checkpoint, Layout, Module};
-use crate::quantize::{Cut, RowOrder, Samples, Source, fit_group};
+use crate::quantize::{Cut, GroupLosses, RowOrder, Samples, Source, fit_group};
 use rayon::prelude::*;
 use requant_formats::exl2::Bits;
 use requant_formats::gptq::GIdxKind;
@@ -82,8 +84,10 @@ pub(super) struct Candidate {
     /// What it becomes if it stays GPTQ.
     pub(super) kept: Option<Decision>,
     pub(super) stored_bits: u64,
-    /// Squared error over squared norm.
+    /// Squared error over squared norm; of the outputs where they are calibrated, else of the weights.
     pub(super) squared_error: f64,
+    /// What the solver counts for a squared error of 1.
+    pub(super) weight: f64,
     straddling: usize,
 }
 
@@ -195,22 +199,27 @@ impl<'a> Job<'a> {
     }
 
     /// Measures all options.
-    pub(super) fn measure(&self, checkpoint: &Checkpoint) -> Result<Vec<Candidate>, crate::Error> {
+    pub(super) fn measure(
+        &self,
+        checkpoint: &Checkpoint,
+        losses: &mut Option<&mut dyn Losses>,
+    ) -> Result<Vec<Candidate>, crate::Error> {
         let Some(space) = &self.space else { return Ok(Vec::new()) };
         let source = source(checkpoint, self.member.module, space.order)?.prescaled(space.prescale);
+        let name = &self.member.linear.exl2_name;
+        let weight = match losses {
+            Some(losses) => losses.sensitivity(name),
+            None => self.member.linear.out_features as f64,
+        };
         let mut candidates = Vec::new();
         for &group_size in &space.group_sizes {
             let cut = source.cut(group_size);
-            let measured: Vec<(Vec<f64>, f64)> = cut
-                .groups
-                .par_iter()
-                .map(|places| {
-                    let samples = Samples::new(&source, places.clone());
-                    let errors = space.widths.iter().map(|&b| fit_group(&samples, b).squared_error).collect();
-                    (errors, samples.squared_norm())
-                })
-                .collect();
-            let norm: f64 = measured.iter().map(|m| m.1).sum();
+            let calibrated = match losses {
+                Some(losses) => losses.group_losses(name, &source, &cut, &space.widths)?,
+                None => None,
+            };
+            let GroupLosses { losses: measured, norm } =
+                calibrated.unwrap_or_else(|| errors_of_weights(&source, &cut, &space.widths));
             if !norm.is_finite() {
                 return Err(not_finite(checkpoint, self.member.module, &source).into());
             }
@@ -222,7 +231,8 @@ impl<'a> Job<'a> {
                     uniform,
                     kept: None,
                     stored_bits: self.stored_bits(group_size, &bits),
-                    squared_error: share(measured.iter().zip(choice).map(|(m, &w)| m.0[w]).sum()),
+                    squared_error: share(measured.iter().zip(choice).map(|(m, &w)| m[w]).sum()),
+                    weight,
                     straddling: cut.straddling,
                     bits,
                 }
@@ -232,7 +242,7 @@ impl<'a> Job<'a> {
             }
             // Widths must fall along the stored rows, which natural order doesn't allow to arrange.
             if space.order == RowOrder::Grouped {
-                let errors: Vec<&[f64]> = measured.iter().map(|m| m.0.as_slice()).collect();
+                let errors: Vec<&[f64]> = measured.iter().map(Vec::as_slice).collect();
                 let mixes = mixes(&cut.groups, &space.widths, &errors);
                 candidates.extend(mixes.iter().map(|choice| candidate(choice, false)));
             }
@@ -259,6 +269,7 @@ impl<'a> Job<'a> {
             kept: Some(decision),
             stored_bits,
             squared_error: 0.0,
+            weight: 0.0,
             straddling: 0,
         }))
     }
@@ -324,6 +335,11 @@ impl<'a> Job<'a> {
 }
 
 impl Candidate {
+    /// As the solver takes it.
+    pub(super) fn choice(&self) -> Choice {
+        Choice { cost: self.stored_bits, error: self.weight * self.squared_error }
+    }
+
     fn option(&self, in_features: usize) -> ModuleOption {
         ModuleOption {
             group_size: self.group_size,
@@ -333,6 +349,19 @@ impl Candidate {
             kept: self.kept.is_some(),
         }
     }
+}
+
+/// The squared errors of each group's weights at each width, and the squared norm of all.
+fn errors_of_weights(source: &Source, cut: &Cut, widths: &[Bits]) -> GroupLosses {
+    let measured: Vec<(Vec<f64>, f64)> = (cut.groups.par_iter())
+        .map(|places| {
+            let samples = Samples::new(source, places.clone());
+            let errors = widths.iter().map(|&bits| fit_group(&samples, bits).squared_error).collect();
+            (errors, samples.squared_norm())
+        })
+        .collect();
+    let norm = measured.iter().map(|m| m.1).sum();
+    GroupLosses { losses: measured.into_iter().map(|m| m.0).collect(), norm }
 }
 
 /// A module's weights as the quantizer takes them.

@@ -23,7 +23,8 @@ mod source;
 mod tests;
 
 pub use feedback::{
-    Calibrated, Feedback, FeedbackOrder, Hessian, NotTriangular, Uncalibrated, quantize_calibrated,
+    Calibrated, Feedback, GroupLosses, Hessian, NotTriangular, Uncalibrated, group_losses, output_loss,
+    quantize_calibrated,
 };
 pub use fit::{Fit, Quantized, fit_group, fit_group_on, fit_group_with, quantize};
 pub use half_precision::{NotFinite, Rounding, to_half};

@@ -1,6 +1,6 @@
 //! Which ceiling a group gets, and which of its sixteen scales each column.
 
-use super::panel::{LANES, Lanes, Range, Steps, Window};
+use super::panel::{LANES, Lanes, Panel, Range, Steps, Window};
 use super::samples::Samples;
 use super::simd::SimdPath;
 use half::f16;
@@ -62,7 +62,7 @@ pub(super) struct Choice {
 }
 
 /// The smallest ceiling that isn't 0; for a group of zeros.
-pub(super) const SMALLEST: f16 = f16::from_bits(1);
+const SMALLEST: f16 = f16::from_bits(1);
 
 /// 2⁻¹⁶, the smallest `q_scale_max` that doesn't decode to 0 without a prescale: no reader refuses it.
 const SMALLEST_STORED: f16 = f16::from_bits(0x0100);
@@ -83,10 +83,35 @@ pub(super) fn steps(ceiling: f16, bits: Bits) -> Steps {
 /// Searches a group.
 pub(super) fn search(samples: &Samples<'_>, bits: Bits, search: &Search, path: SimdPath) -> Choice {
     let range = code_range(bits);
-    let wanted: Vec<Lanes> =
-        (0..samples.panels()).map(|p| wanted_scales(samples.panel(p).values, range)).collect();
+    let panel = |p: usize| samples.panel(p);
+    let Some(ceiling) = best_ceiling(samples.panels(), panel, samples.prescale(), bits, search, path) else {
+        let ceiling = no_ceiling(samples.prescale());
+        return Choice { ceiling, index: vec![0; samples.panels() * LANES] };
+    };
+    let offered = steps(ceiling, bits);
+    let index = (0..samples.panels()).flat_map(|p| path.best_index(panel(p), &offered, range));
+    Choice { ceiling, index: index.collect() }
+}
+
+/// The ceiling of a group of zeros.
+pub(super) fn no_ceiling(prescale: f64) -> f16 {
+    ceiling(0.0, prescale).unwrap_or(SMALLEST)
+}
+
+/// The ceiling under which the columns of all panels, each with the scale that suits it, have the least error;
+/// `None` for zeros.
+pub(super) fn best_ceiling<'a>(
+    panels: usize,
+    panel: impl Fn(usize) -> Panel<'a>,
+    prescale: f64,
+    bits: Bits,
+    search: &Search,
+    path: SimdPath,
+) -> Option<f16> {
+    let range = code_range(bits);
+    let wanted: Vec<Lanes> = (0..panels).map(|p| wanted_scales(panel(p).values, range)).collect();
     let largest = wanted.iter().flatten().fold(0.0f32, |a, &b| a.max(b));
-    let laps = laps(samples.panels(), search.cuts);
+    let laps = laps(panels, search.cuts);
     let race = |ceilings: &[f16]| {
         let mut running: Vec<(Steps, Runner)> =
             (ceilings.iter()).map(|&ceiling| (steps(ceiling, bits), Runner { ceiling, sum: 0.0 })).collect();
@@ -96,7 +121,7 @@ pub(super) fn search(samples: &Samples<'_>, bits: Bits, search: &Search, path: S
             let mut sums: Vec<f64> = runners.iter().map(|r| r.sum).collect();
             for &p in panels {
                 let window = Window { wanted: &wanted[p], reach: search.window };
-                path.add_best_errors(samples.panel(p), window, &offered, range, &mut sums);
+                path.add_best_errors(panel(p), window, &offered, range, &mut sums);
             }
             runners.iter_mut().zip(sums).for_each(|(runner, sum)| runner.sum = sum);
             running = offered.into_iter().zip(runners).collect();
@@ -109,18 +134,11 @@ pub(super) fn search(samples: &Samples<'_>, bits: Bits, search: &Search, path: S
         }
         running.into_iter().map(|(_, runner)| runner).collect::<Vec<_>>()
     };
-    let prescale = samples.prescale();
     let tried = even_ceilings(largest, search, prescale);
     let mut last = race(&tried);
     let finer = finer_ceilings(&tried, &last, largest, search, prescale);
     last.extend(race(&finer));
-    let Some(best) = last.iter().min_by(|a, b| a.sum.total_cmp(&b.sum)) else {
-        let ceiling = ceiling(0.0, prescale).unwrap_or(SMALLEST);
-        return Choice { ceiling, index: vec![0; samples.panels() * LANES] };
-    };
-    let offered = steps(best.ceiling, bits);
-    let index = (0..samples.panels()).flat_map(|p| path.best_index(samples.panel(p), &offered, range));
-    Choice { ceiling: best.ceiling, index: index.collect() }
+    last.iter().min_by(|a, b| a.sum.total_cmp(&b.sum)).map(|best| best.ceiling)
 }
 
 /// A ceiling and the squared error of the columns that were looked at.
@@ -139,7 +157,7 @@ pub(super) fn laps(panels: usize, cuts: u32) -> Vec<Vec<usize>> {
 }
 
 /// The smallest scale of each column that clips none of its values.
-pub(super) fn wanted_scales(of: &[Lanes], range: Range) -> Lanes {
+fn wanted_scales(of: &[Lanes], range: Range) -> Lanes {
     let mut wanted = [0.0f32; LANES];
     for values in of {
         for lane in 0..LANES {
@@ -156,7 +174,7 @@ fn share_between(search: &Search) -> f32 {
 }
 
 /// Different ceilings, evenly spaced, and the one that just clips nothing; none for a group of zeros.
-pub(super) fn even_ceilings(largest: f32, search: &Search, prescale: f64) -> Vec<f16> {
+fn even_ceilings(largest: f32, search: &Search, prescale: f64) -> Vec<f16> {
     if largest == 0.0 {
         return Vec::new();
     }
@@ -170,7 +188,7 @@ pub(super) fn even_ceilings(largest: f32, search: &Search, prescale: f64) -> Vec
 }
 
 /// Ceilings on both sides of the two best that were not tried.
-pub(super) fn finer_ceilings(
+fn finer_ceilings(
     tried: &[f16],
     best_first: &[Runner],
     largest: f32,
@@ -191,7 +209,7 @@ pub(super) fn finer_ceilings(
 
 /// The ceiling whose largest scale is about `scale`, one that some `q_scale_max` decodes to; `None` where none is as
 /// large.
-pub(super) fn ceiling(scale: f32, prescale: f64) -> Option<f16> {
+fn ceiling(scale: f32, prescale: f64) -> Option<f16> {
     let wanted = f16::from_f32(scale / 256.0).max(SMALLEST);
     Some(decode_ceiling(ceiling_for(wanted, prescale)?.max(SMALLEST_STORED), prescale))
 }

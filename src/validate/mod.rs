@@ -16,6 +16,7 @@ mod pair;
 mod perplexity;
 pub mod report;
 mod scores;
+mod sensitivity;
 mod states;
 mod store;
 pub mod summary;
@@ -29,6 +30,7 @@ pub use gates::Gates;
 pub use options::{DEFAULT_TOKENS, Layers, Options, SwapIn};
 pub use perplexity::{Perplexity, perplexity};
 pub use report::Validation;
+pub use sensitivity::{DEFAULT_SENSITIVITY_TOKENS, sensitivities};
 pub use text::{Text, Windows};
 
 use crate::checkpoint::Checkpoint;

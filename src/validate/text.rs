@@ -77,7 +77,7 @@ impl Windows {
             Text::TokenIds(path) => (path.clone(), read_token_ids(path)?),
             Text::Sample => (PathBuf::from("the built-in text"), tokenize(&[SAMPLE.into()], model, wanted)?),
             Text::Calibration => {
-                let text = crate::calibrate::TEXT.into();
+                let text = crate::calibrate::text();
                 (PathBuf::from("the built-in text"), tokenize(&[text], model, wanted)?)
             }
             Text::File(path) => (path.clone(), tokenize(&read_texts(path)?, model, wanted)?),

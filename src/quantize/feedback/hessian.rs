@@ -70,6 +70,8 @@ pub(super) struct Factor {
     pub(super) weights: Vec<f32>,
     /// `[k, k]`: entry (j, i < j) is R[i][j] / R[j][j]; zero elsewhere.
     pub(super) coefficients: Vec<f32>,
+    /// The damped Hessian's diagonal.
+    pub(super) diagonal: Vec<f32>,
 }
 
 impl Factor {
@@ -85,6 +87,7 @@ impl Factor {
             }
             matrix[column * k + column] += damping;
         }
+        let diagonal = (0..k).rev().map(|i| matrix[i * k + i] as f32).collect();
         if !cholesky(&mut matrix, k) {
             return None;
         }
@@ -98,57 +101,6 @@ impl Factor {
                 coefficients[j * k + i] = (column[k - 1 - i] / diagonal) as f32;
             }
         }
-        Some(Self { weights, coefficients })
-    }
-}
-
-/// What the rows of a group should decode to when all others are settled: their weights, plus `pull` times the
-/// errors of the others.
-pub(super) struct Conditional {
-    /// As [`Factor`]'s, of the group's rows alone.
-    pub(super) weights: Vec<f32>,
-    /// `[rows, rows]`.
-    pub(super) coefficients: Vec<f32>,
-    /// `[rows, k]`; zero for the group's own rows.
-    pub(super) pull: Vec<f32>,
-}
-
-impl Conditional {
-    pub(super) fn new(
-        of: &Hessian,
-        rows: &[u32],
-        group: std::ops::Range<usize>,
-        damping: f64,
-    ) -> Option<Self> {
-        let factor = Factor::new(of, &rows[group.clone()], damping)?;
-        let (k, m) = (rows.len(), group.len());
-        // With the unit upper U and D of H = U D Uᵀ: solve U D Uᵀ X = H[group, others].
-        let mut x: Vec<Vec<f64>> = (group.clone())
-            .map(|j| {
-                let entry = |i| match group.contains(&i) {
-                    true => 0.0,
-                    false => of.at(rows[j] as usize, rows[i] as usize),
-                };
-                (0..k).map(entry).collect()
-            })
-            .collect();
-        let u = |i: usize, j: usize| f64::from(factor.coefficients[j * m + i]);
-        for j in (0..m).rev() {
-            let (above, below) = x.split_at_mut(j);
-            for (i, row) in above.iter_mut().enumerate() {
-                row.iter_mut().zip(&below[0]).for_each(|(x, y)| *x -= u(i, j) * y);
-            }
-        }
-        for (row, &weight) in x.iter_mut().zip(&factor.weights) {
-            row.iter_mut().for_each(|x| *x /= f64::from(weight));
-        }
-        for i in 0..m {
-            let (above, below) = x.split_at_mut(i + 1);
-            for (j, row) in (i + 1..m).zip(below) {
-                row.iter_mut().zip(&above[i]).for_each(|(x, y)| *x -= u(i, j) * y);
-            }
-        }
-        let pull = x.iter().flatten().map(|&x| x as f32).collect();
-        Some(Self { weights: factor.weights, coefficients: factor.coefficients, pull })
+        Some(Self { weights, coefficients, diagonal })
     }
 }

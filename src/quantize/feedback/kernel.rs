@@ -2,7 +2,7 @@
 //! fuses multiplication and addition where the instruction set can, so sets differ in the last bits.
 
 use crate::quantize::kernel::{ROUND, Vector, to_half};
-use crate::quantize::panel::{LANES, Lanes, Range, Steps};
+use crate::quantize::panel::{LANES, Lanes, Range};
 
 /// The rows of a group in some columns. A row's target is what it would best decode to, given the errors of all
 /// rows that are settled; its residual is what is left of that.
@@ -43,74 +43,6 @@ pub(in crate::quantize) fn pull<V: Vector>(
             }
         }
     }
-}
-
-/// Scales of each column tried under a ceiling: the one that fits best without feedback, and its neighbours.
-const TRIED: usize = 3;
-
-/// For each column the index around `centre` whose residuals, each error of the group fed back to the rows after
-/// it, weigh least, and their weight.
-#[inline(always)]
-pub(in crate::quantize) fn best_with_feedback<V: Vector>(
-    rows: Rows<'_>,
-    centre: &[u8; LANES],
-    steps: &Steps,
-    range: Range,
-) -> ([u8; LANES], Lanes) {
-    let index: [[u8; LANES]; TRIED] =
-        std::array::from_fn(|i| centre.map(|centre| (centre + i as u8).saturating_sub(1).min(15)));
-    let scales = index.map(|index| index.map(|i| steps.scale[usize::from(i)]));
-    let inverses = index.map(|index| index.map(|i| steps.inverse[usize::from(i)]));
-    let mut sums = [[0.0; LANES]; TRIED];
-    let mut errors: Vec<[V; TRIED]> = Vec::with_capacity(rows.targets.len());
-    for at in (0..LANES).step_by(V::WIDTH) {
-        errors.clear();
-        let (low, high, magic) = (V::splat(range.low), V::splat(range.high), V::splat(ROUND));
-        let scale: [V; TRIED] = std::array::from_fn(|i| V::load(&scales[i], at));
-        let inverse: [V; TRIED] = std::array::from_fn(|i| V::load(&inverses[i], at));
-        let mut sum = [V::splat(0.0); TRIED];
-        for j in 0..rows.targets.len() {
-            let mut target = [V::load(&rows.targets[j], at); TRIED];
-            // Two sums, so that one addition doesn't wait for the other.
-            let mut other = [V::splat(0.0); TRIED];
-            let coefficients = &rows.coefficients[j * rows.targets.len()..][..j];
-            let (pairs, single) = coefficients.as_chunks::<2>();
-            for (pair, error) in pairs.iter().zip(errors.as_chunks::<2>().0) {
-                let (first, second) = (V::splat(pair[0]), V::splat(pair[1]));
-                for i in 0..TRIED {
-                    target[i] = first.mul_add(error[0][i], target[i]);
-                    other[i] = second.mul_add(error[1][i], other[i]);
-                }
-            }
-            if let [last] = single {
-                for i in 0..TRIED {
-                    target[i] = V::splat(*last).mul_add(errors[j - 1][i], target[i]);
-                }
-            }
-            let (base, weight) = (V::load(&rows.base[j], at), V::splat(rows.weights[j]));
-            errors.push(std::array::from_fn(|i| {
-                let target = target[i].add(other[i]);
-                let code = target.mul(inverse[i]).max(low).min(high).add(magic).sub(magic);
-                let decoded = code.mul(scale[i]);
-                let residual = target.sub(decoded);
-                sum[i] = weight.mul(residual).mul_add(residual, sum[i]);
-                base.sub(decoded)
-            }));
-        }
-        for i in 0..TRIED {
-            sum[i].store(&mut sums[i], at);
-        }
-    }
-    let mut best = (index[0], [f32::INFINITY; LANES]);
-    for i in 0..TRIED {
-        for lane in 0..LANES {
-            // An unusable scale gives NaN, which is never smaller.
-            if sums[i][lane] < best.1[lane] {
-                (best.0[lane], best.1[lane]) = (index[i][lane], sums[i][lane]);
-            }
-        }
-    }
-    best
 }
 
 /// Codes of the rows under the scales chosen, and the errors of the weights as decoded, counted from `base`.

@@ -1,8 +1,12 @@
 //! Quantizes with calibration: errors are weighed by the Hessian of a linear's inputs, and the error of each row is
-//! made up for by the rows after it.
+//! made up for by the rows settled after it.
 //!
-//! Rows are settled in stored order, a group at a time. Then each group is settled again, once or more, with all
-//! others as they are, where that weighs less. Columns share nothing but a group's ceiling.
+//! Groups are settled one after the other, those whose inputs are largest first, whatever the order they are stored
+//! in. A group's scales are searched for the weights that the errors so far ask for, weighed by the Hessian's
+//! diagonal. Weighing them by what later rows can't make up for looks better group by group and is far worse in the
+//! end: a weight that is clipped because others may make up for it makes the others too large for their own scales.
+//! Settling groups again when all are settled lowers what errors weigh on the calibration text by 4 %, and does
+//! nothing for other texts.
 
 mod hessian;
 pub(in crate::quantize) mod kernel;
@@ -12,14 +16,13 @@ mod tests;
 pub use hessian::{Hessian, NotTriangular};
 
 use super::fit::{Quantized, quantize};
-use super::panel::{LANES, Lanes, Panel, Steps, Window};
-use super::search::{
-    Runner, SMALLEST, Search, ceiling, code_range, even_ceilings, finer_ceilings, steps, wanted_scales,
-};
+use super::panel::{LANES, Lanes, Panel};
+use super::relative_error::squares;
+use super::search::{Search, best_ceiling, code_range, no_ceiling, steps};
 use super::simd::SimdPath;
-use super::source::Source;
+use super::source::{Cut, Source, stored_groups};
 use half::f16;
-use hessian::{Conditional, Factor};
+use hessian::Factor;
 use kernel::Rows;
 use rayon::prelude::*;
 use requant_formats::Permutation;
@@ -31,39 +34,14 @@ use std::ops::Range;
 pub struct Feedback {
     /// What is added to the Hessian's diagonal, as shares of its mean: the first that makes it positive definite.
     pub damping: Vec<f64>,
-    /// Orders of rows that are tried; the one whose errors weigh least is taken. Where no reader may have to
-    /// permute, [`FeedbackOrder::Grouped`] of a source in natural order alone.
-    pub orders: Vec<FeedbackOrder>,
-    /// How often each group is settled again after the first pass.
-    pub passes: usize,
-    /// Ceilings of a group that are compared with feedback, of those that are best without.
-    pub ceilings: usize,
     /// Tokens that a Hessian must be of at least.
     pub fewest_tokens: usize,
 }
 
 impl Default for Feedback {
     fn default() -> Self {
-        Self {
-            damping: vec![0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0],
-            orders: vec![FeedbackOrder::Grouped, FeedbackOrder::ByHessian],
-            passes: 1,
-            ceilings: 6,
-            fewest_tokens: 128,
-        }
+        Self { damping: vec![0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0], fewest_tokens: 128 }
     }
-}
-
-/// An order of rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum FeedbackOrder {
-    /// The source's: its groups ascending, stable.
-    Grouped,
-    /// The source's groups by falling mean of the Hessian's diagonal, and rows within by falling diagonal.
-    GroupedByHessian,
-    /// By falling diagonal.
-    ByHessian,
 }
 
 /// Why a matrix was quantized without its Hessian.
@@ -87,114 +65,135 @@ pub struct Calibrated {
     pub quantized: Quantized,
     /// tr(ΔᵀHΔ) over tr(WᵀHW), H not damped: the relative squared error of the linear's outputs.
     pub output_error: f64,
-    /// The order of rows and the damping, as a share of the mean diagonal; or why there was no calibration.
-    pub how: Result<(FeedbackOrder, f64), Uncalibrated>,
+    /// The same of [`quantize`]'s matrix.
+    pub output_error_by_weights: f64,
+    /// The damping, as a share of the mean diagonal; or why there was no calibration.
+    pub damping: Result<f64, Uncalibrated>,
 }
 
-/// Quantizes a module with groups of these widths and rows, in stored order: the widest first.
+/// Quantizes a module as [`quantize`] does, with the same order of rows, for the least tr(ΔᵀHΔ).
 ///
 /// # Errors
-/// Those of [`quantize`]; [`Error::Length`] if the Hessian or the groups have other rows than the source.
+/// Those of [`quantize`]; [`Error::Length`] if the Hessian has other rows than the source.
 pub fn quantize_calibrated(
     source: &Source,
-    groups: &[Group],
+    cut: &Cut,
+    bits: &[Bits],
     hessian: &Hessian,
     how: &Feedback,
 ) -> Result<Calibrated, Error> {
-    quantize_on(source, groups, hessian, how, SimdPath::or_fastest())
+    quantize_on(source, cut, bits, hessian, how, SimdPath::or_fastest())
 }
 
 fn quantize_on(
     source: &Source,
-    groups: &[Group],
+    cut: &Cut,
+    bits: &[Bits],
     hessian: &Hessian,
     how: &Feedback,
     path: SimdPath,
 ) -> Result<Calibrated, Error> {
-    let k = source.in_features();
-    for found in [hessian.in_features(), groups.iter().map(|group| group.rows).sum()] {
-        if found != k {
-            return Err(Error::Length { tensor: "q_groups", found, expected: k });
-        }
-    }
+    check_rows(source, hessian)?;
+    let by_weights = quantize(source, cut, bits)?;
     let weights = source.decoded();
     let norm = weigh(hessian, &weights, source.n, path);
-    let share = |loss: f64| if norm > 0.0 { loss / norm } else { 0.0 };
-    let plain = || -> Result<(Quantized, f64), Error> {
-        let mut end = 0;
-        let cut = groups.iter().map(|group| {
-            end += group.rows;
-            end - group.rows..end
-        });
-        let cut = super::Cut { groups: cut.collect(), straddling: 0 };
-        let bits: Vec<Bits> = groups.iter().map(|group| group.bits).collect();
-        let quantized = quantize(source, &cut, &bits)?;
-        let loss = share(weigh_errors(hessian, &weights, &quantized.matrix, source.prescale, path));
-        Ok((quantized, loss))
+    let share = |matrix: &Matrix| {
+        let loss = weigh_errors(hessian, &weights, matrix, source.prescale, path);
+        if norm > 0.0 { loss / norm } else { 0.0 }
     };
-    let fall_back = |why| {
-        let (quantized, output_error) = plain()?;
-        Ok(Calibrated { quantized, output_error, how: Err(why) })
+    let without = share(&by_weights.matrix);
+    let fall_back = |quantized, why| Calibrated {
+        quantized,
+        output_error: without,
+        output_error_by_weights: without,
+        damping: Err(why),
     };
+    let order = Order::new(source, cut, hessian);
+    let (damping, factor) = match damped(hessian, &order.rows, how) {
+        Ok(found) => found,
+        Err(why) => return Ok(fall_back(by_weights, why)),
+    };
+    let mut state = State::new(source, order, cut, bits, path);
+    state.settle(&factor);
+    drop(factor);
+    let quantized = state.finish(source, cut, bits)?;
+    let output_error = share(&quantized.matrix);
+    if without < output_error {
+        return Ok(fall_back(by_weights, Uncalibrated::NoGain));
+    }
+    Ok(Calibrated { quantized, output_error, output_error_by_weights: without, damping: Ok(damping) })
+}
+
+fn check_rows(source: &Source, hessian: &Hessian) -> Result<(), Error> {
+    let (found, expected) = (hessian.in_features(), source.in_features());
+    match found == expected {
+        true => Ok(()),
+        false => Err(Error::Length { tensor: "Hessian", found, expected }),
+    }
+}
+
+/// The factor of a Hessian with the least damping that it needs.
+fn damped(hessian: &Hessian, rows: &[u32], how: &Feedback) -> Result<(f64, Factor), Uncalibrated> {
     if hessian.tokens() < how.fewest_tokens {
-        return fall_back(Uncalibrated::FewTokens(hessian.tokens()));
+        return Err(Uncalibrated::FewTokens(hessian.tokens()));
     }
     let mean = hessian.mean();
     if mean == 0.0 {
-        return fall_back(Uncalibrated::Zero);
+        return Err(Uncalibrated::Zero);
     }
-    let mut best: Option<(State, FeedbackOrder, f64, f64)> = None;
-    for &order in &how.orders {
-        let rows = rows(source, hessian, order);
-        let factors = how.damping.iter().map(|&d| (d, Factor::new(hessian, &rows, d * mean)));
-        let Some((damping, factor)) = factors.into_iter().find_map(|(d, f)| Some((d, f?))) else {
-            continue;
-        };
-        let mut state = State::new(source, rows, groups, how.ceilings, path);
-        let mut loss = state.settle(&factor);
-        drop(factor);
-        for _ in 0..how.passes {
-            loss += state.settle_again(hessian, damping * mean);
-        }
-        if best.as_ref().is_none_or(|best| loss < best.3) {
-            best = Some((state, order, damping, loss));
-        }
-    }
-    let Some((state, order, damping, _)) = best else { return fall_back(Uncalibrated::NotPositive) };
-    let quantized = state.finish(source, groups)?;
-    let output_error = share(weigh_errors(hessian, &weights, &quantized.matrix, source.prescale, path));
-    let (plain, without) = plain()?;
-    if without < output_error {
-        let how = Err(Uncalibrated::NoGain);
-        return Ok(Calibrated { quantized: plain, output_error: without, how });
-    }
-    Ok(Calibrated { quantized, output_error, how: Ok((order, damping)) })
+    let factors = how.damping.iter().map(|&d| (d, Factor::new(hessian, rows, d * mean)));
+    factors.into_iter().find_map(|(d, factor)| Some((d, factor?))).ok_or(Uncalibrated::NotPositive)
 }
 
-/// Rows of the model in stored order.
-fn rows(source: &Source, hessian: &Hessian, order: FeedbackOrder) -> Vec<u32> {
-    let mut rows = source.rows.map().to_vec();
-    let diagonal = |row: u32| hessian.at(row as usize, row as usize);
-    match (order, source.groups_of_rows()) {
-        (FeedbackOrder::Grouped, _) => {}
-        (FeedbackOrder::ByHessian, _) | (FeedbackOrder::GroupedByHessian, None) => {
-            rows.sort_by(|&a, &b| diagonal(b).total_cmp(&diagonal(a)));
-        }
-        (FeedbackOrder::GroupedByHessian, Some(of)) => {
-            let mut sums = vec![(0.0, 0.0); of.iter().max().map_or(0, |&last| last as usize + 1)];
-            for &row in &rows {
-                let (sum, count) = &mut sums[of[row as usize] as usize];
-                *sum += diagonal(row);
-                *count += 1.0;
-            }
-            let mean = |row: u32| sums[of[row as usize] as usize].0 / sums[of[row as usize] as usize].1;
-            rows.sort_by(|&a, &b| {
-                let groups = mean(b).total_cmp(&mean(a)).then(of[a as usize].cmp(&of[b as usize]));
-                groups.then(diagonal(b).total_cmp(&diagonal(a)))
-            });
-        }
+/// What the groups of a cut would weigh at each width after feedback, about: each group's errors as it would be by
+/// itself, weighed by what later rows can't make up for.
+#[derive(Clone, Debug)]
+pub struct GroupLosses {
+    /// Of each group in the order of the cut, of each width; summed over tokens.
+    pub losses: Vec<Vec<f64>>,
+    /// tr(WᵀHW).
+    pub norm: f64,
+}
+
+/// Measures [`GroupLosses`]; `None` where the Hessian is of no use.
+///
+/// # Errors
+/// [`Error::Length`] if the Hessian has other rows than the source.
+pub fn group_losses(
+    source: &Source,
+    cut: &Cut,
+    widths: &[Bits],
+    hessian: &Hessian,
+    how: &Feedback,
+) -> Result<Option<GroupLosses>, Error> {
+    check_rows(source, hessian)?;
+    let path = SimdPath::or_fastest();
+    let order = Order::new(source, cut, hessian);
+    let Ok((_, factor)) = damped(hessian, &order.rows, how) else { return Ok(None) };
+    let norm = weigh(hessian, &source.decoded(), source.n, path);
+    let mut losses = vec![Vec::new(); cut.groups.len()];
+    let bits = vec![Bits::ALL[0]; cut.groups.len()];
+    let state = State::new(source, order, cut, &bits, path);
+    let found: Vec<(usize, Vec<f64>)> = (state.groups.par_iter())
+        .map(|group| {
+            let of = |bits| state.loss_by_itself(&factor, group, bits);
+            (group.of_cut, widths.iter().map(|&bits| of(bits)).collect())
+        })
+        .collect();
+    for (group, of) in found {
+        losses[group] = of;
     }
-    rows
+    Ok(Some(GroupLosses { losses, norm }))
+}
+
+/// tr(ΔᵀHΔ) of a matrix made of `source`, summed over tokens.
+///
+/// # Errors
+/// [`Error::Length`] if the Hessian has other rows than the source.
+pub fn output_loss(source: &Source, matrix: &Matrix, hessian: &Hessian) -> Result<f64, Error> {
+    check_rows(source, hessian)?;
+    let path = SimdPath::or_fastest();
+    Ok(weigh_errors(hessian, &source.decoded(), matrix, source.prescale, path))
 }
 
 /// tr(EᵀHE) for the errors of a matrix.
@@ -220,78 +219,111 @@ fn weigh(hessian: &Hessian, errors: &[f32], n: usize, path: SimdPath) -> f64 {
     sums.iter().sum()
 }
 
-/// A panel of columns under way; all rows in stored order.
+/// The order in which rows are settled.
+struct Order {
+    /// Rows of the model.
+    rows: Vec<u32>,
+    /// The groups of the cut, and the place in the cut of each row.
+    groups: Vec<usize>,
+    places: Vec<usize>,
+}
+
+impl Order {
+    /// Groups by the falling mean of the Hessian's diagonal, and the rows of each by the falling diagonal.
+    fn new(source: &Source, cut: &Cut, hessian: &Hessian) -> Self {
+        let row = |place: usize| source.rows.map()[place];
+        let weight = |place: usize| hessian.at(row(place) as usize, row(place) as usize);
+        let mean =
+            |g: usize| cut.groups[g].clone().map(weight).sum::<f64>() / cut.groups[g].len().max(1) as f64;
+        let means: Vec<f64> = (0..cut.groups.len()).map(mean).collect();
+        let mut groups: Vec<usize> = (0..cut.groups.len()).collect();
+        groups.sort_by(|&a, &b| means[b].total_cmp(&means[a]));
+        let mut places = Vec::with_capacity(source.k);
+        for &group in &groups {
+            let first = places.len();
+            places.extend(cut.groups[group].clone());
+            places[first..].sort_by(|&a, &b| weight(b).total_cmp(&weight(a)));
+        }
+        Self { rows: places.iter().map(|&place| row(place)).collect(), groups, places }
+    }
+}
+
+/// A panel of columns under way; all rows in the order in which they are settled.
 struct Columns {
     weights: Vec<Lanes>,
     /// Weights minus what they decode to; 0 for what isn't settled.
     errors: Vec<Lanes>,
     codes: Vec<[u8; LANES]>,
-    /// A scale a group.
+    /// A scale a group, in the order of the cut.
     index: Vec<[u8; LANES]>,
     /// Of the group that is being settled.
     targets: Vec<Lanes>,
 }
 
+/// A group: its rows in the order in which they are settled, its width, its place in the cut.
+#[derive(Clone)]
+struct Settled {
+    rows: Range<usize>,
+    bits: Bits,
+    of_cut: usize,
+}
+
 /// A module under way.
 struct State {
     rows: Vec<u32>,
-    groups: Vec<(Range<usize>, Bits)>,
+    places: Vec<usize>,
+    groups: Vec<Settled>,
+    /// In the order of the cut.
     ceilings: Vec<f16>,
     columns: Vec<Columns>,
     grid: Option<u32>,
     prescale: f64,
     path: SimdPath,
-    ceilings_compared: usize,
 }
 
-/// A ceiling chosen for a group: each panel's indices and weight of residuals.
+/// A ceiling chosen for a group, and each panel's indices.
 struct Choice {
     ceiling: f16,
-    panels: Vec<([u8; LANES], Lanes)>,
-    sum: f64,
+    index: Vec<[u8; LANES]>,
 }
 
 impl State {
-    fn new(
-        source: &Source,
-        rows: Vec<u32>,
-        groups: &[Group],
-        ceilings_compared: usize,
-        path: SimdPath,
-    ) -> Self {
+    fn new(source: &Source, order: Order, cut: &Cut, bits: &[Bits], path: SimdPath) -> Self {
         let (k, panels) = (source.k, source.n / LANES);
         let empty = || Columns {
             weights: Vec::with_capacity(k),
             errors: vec![[0.0; LANES]; k],
             codes: vec![[0; LANES]; k],
-            index: vec![[0; LANES]; groups.len()],
+            index: vec![[0; LANES]; cut.groups.len()],
             targets: Vec::new(),
         };
         let mut columns: Vec<Columns> = (0..panels).map(|_| empty()).collect();
         let mut row = vec![0.0; source.n];
-        for &from in &rows {
+        for &from in &order.rows {
             source.row(from as usize, &mut row);
             for (columns, values) in columns.iter_mut().zip(row.as_chunks::<LANES>().0) {
                 columns.weights.push(*values);
             }
         }
         let mut end = 0;
-        let groups: Vec<_> = (groups.iter())
-            .map(|group| {
-                end += group.rows;
-                (end - group.rows..end, group.bits)
+        let Order { rows, groups, places } = order;
+        let groups = (groups.into_iter())
+            .map(|of_cut| {
+                let first = end;
+                end += cut.groups[of_cut].len();
+                Settled { rows: first..end, bits: bits[of_cut], of_cut }
             })
             .collect();
-        let ceilings = vec![SMALLEST; groups.len()];
+        let ceilings = vec![no_ceiling(source.prescale); cut.groups.len()];
         let (grid, prescale) = (source.grid(), source.prescale);
-        Self { rows, groups, ceilings, columns, grid, prescale, path, ceilings_compared }
+        Self { rows, places, groups, ceilings, columns, grid, prescale, path }
     }
 
-    /// Settles all groups from the first to the last. Gives what the residuals weigh.
-    fn settle(&mut self, factor: &Factor) -> f64 {
+    /// Settles all groups from the first to the last.
+    fn settle(&mut self, factor: &Factor) {
         let (k, path) = (self.rows.len(), self.path);
-        let mut loss = 0.0;
-        for (g, (range, bits)) in self.groups.clone().into_iter().enumerate() {
+        for group in self.groups.clone() {
+            let range = group.rows.clone();
             let coefficients = &factor.coefficients[range.start * k..range.end * k];
             self.columns.par_iter_mut().for_each(|columns| {
                 columns.targets = columns.weights[range.clone()].to_vec();
@@ -299,182 +331,93 @@ impl State {
             });
             let own: Vec<f32> =
                 coefficients.chunks_exact(k).flat_map(|row| &row[range.clone()]).copied().collect();
-            let weights = &factor.weights[range.clone()];
-            let choice = self.choose(&range, bits, weights, &own, false);
-            loss += self.encode(g, &range, bits, weights, &own, &choice, false);
+            let choice = self.choose(group.bits, &factor.diagonal[range.clone()]);
+            self.encode(&group, &factor.weights[range], &own, &choice);
+        }
+    }
+
+    /// The ceiling and scales of a group whose targets are known: those of the least weighted error from the targets.
+    fn choose(&self, bits: Bits, weights: &[f32]) -> Choice {
+        let lanes: Vec<Lanes> = weights.iter().map(|&weight| [weight; LANES]).collect();
+        let panel = |p: usize| Panel { values: &self.columns[p].targets, weights: &lanes };
+        let how = Search::for_bits(bits, self.grid);
+        let found = best_ceiling(self.columns.len(), panel, self.prescale, bits, &how, self.path);
+        let Some(ceiling) = found else {
+            let ceiling = no_ceiling(self.prescale);
+            return Choice { ceiling, index: vec![[0; LANES]; self.columns.len()] };
+        };
+        let offered = steps(ceiling, bits);
+        let index = (0..self.columns.len()).into_par_iter();
+        let index = index.map(|p| self.path.best_index(panel(p), &offered, code_range(bits))).collect();
+        Choice { ceiling, index }
+    }
+
+    /// Gives a group its codes.
+    fn encode(&mut self, group: &Settled, weights: &[f32], own: &[f32], choice: &Choice) {
+        let (path, codes, range) = (self.path, code_range(group.bits), group.rows.clone());
+        let offered = steps(choice.ceiling, group.bits);
+        self.ceilings[group.of_cut] = choice.ceiling;
+        self.columns.par_iter_mut().zip(&choice.index).for_each(|(columns, index)| {
+            let Columns { weights: of, errors, codes: to, targets, .. } = columns;
+            let scale = index.map(|index| offered.scale[usize::from(index)]);
+            let rows = Rows { targets, base: &of[range.clone()], weights, coefficients: own };
+            path.encode_with_feedback(
+                rows,
+                &scale,
+                codes,
+                &mut to[range.clone()],
+                &mut errors[range.clone()],
+            );
+            columns.index[group.of_cut] = *index;
+        });
+    }
+
+    /// What a group weighs at a width when no other has an error.
+    fn loss_by_itself(&self, factor: &Factor, group: &Settled, bits: Bits) -> f64 {
+        let (path, range, codes) = (self.path, group.rows.clone(), code_range(bits));
+        let lanes: Vec<Lanes> = factor.diagonal[range.clone()].iter().map(|&w| [w; LANES]).collect();
+        let panel = |p: usize| Panel { values: &self.columns[p].weights[range.clone()], weights: &lanes };
+        let how = Search::for_bits(bits, self.grid);
+        let found = best_ceiling(self.columns.len(), panel, self.prescale, bits, &how, path);
+        let offered = steps(found.unwrap_or_else(|| no_ceiling(self.prescale)), bits);
+        let (rows, apart) = (range.len(), vec![0.0; range.len() * range.len()]);
+        let (mut to, mut errors) = (vec![[0; LANES]; rows], vec![[0.0; LANES]; rows]);
+        let mut loss = 0.0;
+        for columns in 0..self.columns.len() {
+            let index = path.best_index(panel(columns), &offered, codes);
+            let scale = index.map(|index| offered.scale[usize::from(index)]);
+            let of = &self.columns[columns].weights[range.clone()];
+            let rows =
+                Rows { targets: of, base: of, weights: &factor.weights[range.clone()], coefficients: &apart };
+            loss += path.encode_with_feedback(rows, &scale, codes, &mut to, &mut errors).iter().sum::<f64>();
         }
         loss
     }
 
-    /// Settles each group again with all others as they are, where that weighs less. Gives how much less, below 0.
-    fn settle_again(&mut self, hessian: &Hessian, damping: f64) -> f64 {
-        let (k, path) = (self.rows.len(), self.path);
-        let mut change = 0.0;
-        for (g, (range, bits)) in self.groups.clone().into_iter().enumerate() {
-            let Some(given) = Conditional::new(hessian, &self.rows, range.clone(), damping) else { continue };
-            let now: Vec<f64> = (self.columns.par_iter_mut())
-                .map(|columns| {
-                    columns.targets = columns.weights[range.clone()].to_vec();
-                    path.pull(&given.pull, k, &columns.errors, &mut columns.targets);
-                    residuals(columns, &range, &given)
-                })
-                .collect();
-            let now: f64 = now.iter().sum();
-            let choice = self.choose(&range, bits, &given.weights, &given.coefficients, true);
-            if choice.sum < now {
-                let new = self.encode(g, &range, bits, &given.weights, &given.coefficients, &choice, true);
-                change += new - now;
-            }
-        }
-        change
-    }
-
-    /// The ceiling and scales of a group whose targets are known. Where `alone`, errors are counted from targets.
-    fn choose(&self, range: &Range<usize>, bits: Bits, weights: &[f32], own: &[f32], alone: bool) -> Choice {
-        let (path, codes) = (self.path, code_range(bits));
-        let how = Search::for_bits(bits, self.grid);
-        let lanes: Vec<Lanes> = weights.iter().map(|&weight| [weight; LANES]).collect();
-        let wanted: Vec<Lanes> = self.columns.iter().map(|c| wanted_scales(&c.targets, codes)).collect();
-        let largest = wanted.iter().flatten().fold(0.0f32, |a, &b| a.max(b));
-        let panel = |p: usize| Panel { values: &self.columns[p].targets, weights: &lanes };
-        // Without feedback, on some panels: which ceilings are worth a closer look.
-        let some: Vec<usize> =
-            (0..self.columns.len()).step_by(self.columns.len().div_ceil(32).max(1)).collect();
-        let race = |ceilings: &[f16]| -> Vec<Runner> {
-            let offered: Vec<Steps> = ceilings.iter().map(|&ceiling| steps(ceiling, bits)).collect();
-            let sums: Vec<Vec<f64>> = (some.par_iter())
-                .map(|&p| {
-                    let mut sums = vec![0.0; ceilings.len()];
-                    let window = Window { wanted: &wanted[p], reach: how.window };
-                    path.add_best_errors(panel(p), window, &offered, codes, &mut sums);
-                    sums
-                })
-                .collect();
-            let runner =
-                |(i, &ceiling): (usize, &f16)| Runner { ceiling, sum: sums.iter().map(|s| s[i]).sum() };
-            let mut runners: Vec<Runner> = ceilings.iter().enumerate().map(runner).collect();
-            runners.sort_by(|a, b| a.sum.total_cmp(&b.sum));
-            runners
-        };
-        let tried = even_ceilings(largest, &how, self.prescale);
-        let mut runners = race(&tried);
-        let finer = finer_ceilings(&tried, &runners, largest, &how, self.prescale);
-        runners.extend(race(&finer));
-        runners.sort_by(|a, b| a.sum.total_cmp(&b.sum));
-        let mut few: Vec<f16> = runners.iter().map(|r| r.ceiling).take(self.ceilings_compared).collect();
-        if few.is_empty() {
-            few.push(ceiling(0.0, self.prescale).unwrap_or(SMALLEST));
-        }
-        let look = |ceiling: f16| -> Choice {
-            let offered = steps(ceiling, bits);
-            let panels: Vec<([u8; LANES], Lanes)> = (0..self.columns.len())
-                .into_par_iter()
-                .map(|p| {
-                    let columns = &self.columns[p];
-                    let centre = path.best_index(panel(p), &offered, codes);
-                    let base = if alone { &columns.targets } else { &columns.weights[range.clone()] };
-                    let rows = Rows { targets: &columns.targets, base, weights, coefficients: own };
-                    path.best_with_feedback(rows, &centre, &offered, codes)
-                })
-                .collect();
-            let sum = panels.iter().flat_map(|(_, sums)| sums).map(|&sum| f64::from(sum)).sum();
-            Choice { ceiling, panels, sum }
-        };
-        let mut best = look(few[0]);
-        for &ceiling in &few[1..] {
-            let other = look(ceiling);
-            if other.sum < best.sum {
-                best = other;
-            }
-        }
-        best
-    }
-
-    /// Gives a group its codes. Gives what the residuals weigh.
-    #[allow(clippy::too_many_arguments, reason = "a group, and what was chosen for it")]
-    fn encode(
-        &mut self,
-        g: usize,
-        range: &Range<usize>,
-        bits: Bits,
-        weights: &[f32],
-        own: &[f32],
-        choice: &Choice,
-        alone: bool,
-    ) -> f64 {
-        let (path, codes) = (self.path, code_range(bits));
-        let offered = steps(choice.ceiling, bits);
-        self.ceilings[g] = choice.ceiling;
-        let sums: Vec<[f64; LANES]> = (self.columns.par_iter_mut().zip(&choice.panels))
-            .map(|(columns, (index, _))| {
-                let Columns { weights: of, errors, codes: to, targets, .. } = columns;
-                let scale = index.map(|index| offered.scale[usize::from(index)]);
-                let base = if alone { &*targets } else { &of[range.clone()] };
-                let rows = Rows { targets, base, weights, coefficients: own };
-                let errors = &mut errors[range.clone()];
-                let sums = path.encode_with_feedback(rows, &scale, codes, &mut to[range.clone()], errors);
-                if alone {
-                    // Errors were counted from targets.
-                    for ((error, target), weight) in errors.iter_mut().zip(targets).zip(&of[range.clone()]) {
-                        for lane in 0..LANES {
-                            error[lane] = weight[lane] - (target[lane] - error[lane]);
-                        }
-                    }
-                }
-                columns.index[g] = *index;
-                sums
-            })
-            .collect();
-        sums.iter().flatten().sum()
-    }
-
-    fn finish(self, source: &Source, groups: &[Group]) -> Result<Quantized, Error> {
+    fn finish(self, source: &Source, cut: &Cut, bits: &[Bits]) -> Result<Quantized, Error> {
         let n = source.n;
+        let mut at = vec![0; source.k];
+        for (settled, &place) in self.places.iter().enumerate() {
+            at[place] = settled;
+        }
         let (mut codes, mut index) = (Vec::with_capacity(source.k * n), Vec::new());
-        for j in 0..source.k {
-            codes.extend(self.columns.iter().flat_map(|columns| columns.codes[j]));
-        }
-        for g in 0..groups.len() {
-            index.extend(self.columns.iter().flat_map(|columns| columns.index[g]));
-        }
-        // The search tries no other ceilings; Matrix::new refuses an infinite one.
-        let scale_max = self.ceilings.iter().map(|&c| ceiling_for(c, source.prescale).unwrap_or(f16::INFINITY)).collect();
-        let invperm = Permutation::new(self.rows)?.inverse();
-        let matrix = Matrix::new(GroupTable::new(groups.to_vec())?, n, codes, index, scale_max, invperm)?;
-        let decoded = matrix.dequantize_prescaled(source.prescale);
-        let (mut squared_error, mut squared_norm) = (0.0, 0.0);
-        let mut row = vec![0.0; n];
-        for (i, decoded) in decoded.chunks_exact(n).enumerate() {
-            source.row(i, &mut row);
-            for (decoded, &weight) in decoded.iter().zip(&row) {
-                squared_error += (f64::from(decoded.to_f32()) - f64::from(weight)).powi(2);
-                squared_norm += f64::from(weight).powi(2);
+        let (mut groups, mut scale_max, mut rows) = (Vec::new(), Vec::new(), Vec::new());
+        for &group in stored_groups(bits).map() {
+            let group = group as usize;
+            for place in cut.groups[group].clone() {
+                rows.push(source.rows.map()[place]);
+                codes.extend(self.columns.iter().flat_map(|columns| columns.codes[at[place]]));
             }
+            index.extend(self.columns.iter().flat_map(|columns| columns.index[group]));
+            // The search tries no other ceilings; Matrix::new refuses an infinite one.
+            scale_max.push(ceiling_for(self.ceilings[group], source.prescale).unwrap_or(f16::INFINITY));
+            groups.push(Group { bits: bits[group], rows: cut.groups[group].len() });
         }
+        let invperm = Permutation::new(rows)?.inverse();
+        let matrix = Matrix::new(GroupTable::new(groups)?, n, codes, index, scale_max, invperm)?;
+        let (decoded, wanted) = (matrix.dequantize_prescaled(source.prescale), source.decoded());
+        let pairs = decoded.iter().zip(wanted).map(|(found, wanted)| (found.to_f32(), wanted));
+        let (squared_error, squared_norm) = squares(pairs);
         Ok(Quantized { matrix, squared_error, squared_norm })
     }
-}
-
-/// What the residuals of a group as it is weigh, given targets that leave it out.
-fn residuals(columns: &Columns, range: &Range<usize>, given: &Conditional) -> f64 {
-    let m = range.len();
-    let mut errors: Vec<Lanes> = Vec::with_capacity(m);
-    let mut sum = 0.0;
-    for (j, place) in range.clone().enumerate() {
-        let error: Lanes = std::array::from_fn(|lane| {
-            let decoded = columns.weights[place][lane] - columns.errors[place][lane];
-            columns.targets[j][lane] - decoded
-        });
-        let coefficients = &given.coefficients[j * m..][..j];
-        let mut residual = error;
-        for (&coefficient, before) in coefficients.iter().zip(&errors) {
-            for lane in 0..LANES {
-                residual[lane] += coefficient * before[lane];
-            }
-        }
-        let squares: f64 = residual.iter().map(|&r| f64::from(r) * f64::from(r)).sum();
-        sum += f64::from(given.weights[j]) * squares;
-        errors.push(error);
-    }
-    sum
 }

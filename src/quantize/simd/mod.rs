@@ -180,10 +180,6 @@ dispatch! {
     );
     /// [`super::feedback::kernel::pull`].
     pull(coefficients: &[f32], stride: usize, errors: &[Lanes], targets: &mut [Lanes]);
-    /// [`super::feedback::kernel::best_with_feedback`].
-    best_with_feedback(
-        rows: Rows<'_>, centre: &[u8; LANES], steps: &Steps, range: Range
-    ) -> ([u8; LANES], Lanes);
     /// [`super::feedback::kernel::encode_with_feedback`].
     encode_with_feedback(
         rows: Rows<'_>, scale: &Lanes, range: Range, codes: &mut [[u8; LANES]], errors: &mut [Lanes]
@@ -263,21 +259,6 @@ macro_rules! compile_for {
                 }
                 // SAFETY: as above.
                 unsafe { compiled(coefficients, stride, errors, targets) }
-            }
-
-            #[inline]
-            pub(in super::super) fn best_with_feedback(
-                rows: Rows<'_>,
-                centre: &[u8; LANES],
-                steps: &Steps,
-                range: Range,
-            ) -> ([u8; LANES], Lanes) {
-                #[target_feature(enable = $feature)]
-                fn compiled(r: Rows<'_>, c: &[u8; LANES], s: &Steps, range: Range) -> ([u8; LANES], Lanes) {
-                    feedback::best_with_feedback::<$vector>(r, c, s, range)
-                }
-                // SAFETY: as above.
-                unsafe { compiled(rows, centre, steps, range) }
             }
 
             #[inline]

@@ -107,15 +107,6 @@ pub(super) fn pull(coefficients: &[f32], stride: usize, errors: &[Lanes], target
     feedback::pull::<F32x4>(coefficients, stride, errors, targets);
 }
 
-pub(super) fn best_with_feedback(
-    rows: Rows<'_>,
-    centre: &[u8; LANES],
-    steps: &Steps,
-    range: Range,
-) -> ([u8; LANES], Lanes) {
-    feedback::best_with_feedback::<F32x4>(rows, centre, steps, range)
-}
-
 pub(super) fn encode_with_feedback(
     rows: Rows<'_>,
     scale: &Lanes,
