@@ -39,17 +39,23 @@ fn main() -> anyhow::Result<()> {
     let (ops, model) = (Cpu::new(0), Model::new(&checkpoint).map_err(anyhow::Error::from)?);
     let calibrator = Calibrator::new(&ops, &model, &windows)?;
     let quantizer = CalibratedQuantizer::new(&checkpoint, calibrator, how);
-    convert_with(&checkpoint, &plan, out.as_ref(), &ConvertOptions::default(), &quantizer, &Silent)?;
-    let modules = quantizer.modules();
-    for m in &modules {
-        let errors = [m.output_error, m.output_error_by_weights].map(|error| error.unwrap_or(f64::NAN));
-        println!("{}: {:.6} of {:.6} {:?} {:?}", m.name, errors[0], errors[1], m.damping, m.uncalibrated);
+    let report =
+        convert_with(&checkpoint, &plan, out.as_ref(), &ConvertOptions::default(), &quantizer, &Silent)?;
+    let (mut sum, mut count) = (0.0, 0);
+    for (m, calibration) in report.modules.iter().filter_map(|m| Some((m, m.calibration.as_ref()?))) {
+        let errors = [calibration.output_error, calibration.output_error_by_weights];
+        let [with, without] = errors.map(|error| error.unwrap_or(f64::NAN));
+        println!(
+            "{}: {with:.6} of {without:.6} {:?} {:?}",
+            m.name, calibration.damping, calibration.uncalibrated
+        );
+        (sum, count) = (sum + with, count + 1);
     }
-    let mean = modules.iter().filter_map(|m| m.output_error).sum::<f64>() / modules.len() as f64;
+    let seconds = started.elapsed().as_secs_f64();
     println!(
-        "{} windows, mean output error {mean:.6}, {:.0} s",
+        "{} windows, mean output error {:.6}, {seconds:.0} s",
         windows.count(),
-        started.elapsed().as_secs_f64()
+        sum / f64::from(count.max(1))
     );
     Ok(())
 }

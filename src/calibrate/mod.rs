@@ -11,7 +11,7 @@ mod sample;
 mod tests;
 
 pub use losses::CalibratedLosses;
-pub use quantizer::{CalibratedModule, CalibratedQuantizer};
+pub use quantizer::CalibratedQuantizer;
 pub(crate) use sample::text;
 
 use crate::arch::Role;

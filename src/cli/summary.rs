@@ -84,6 +84,14 @@ pub(super) fn totals_line(plan: &Plan) -> String {
             true => "proven to be the least".to_string(),
             false => format!("at most {:e} above the least", objective.gap),
         };
+        if objective.calibrated {
+            text.push_str(&format!(
+                "chosen for the least expected KL divergence: {:.5} nats a token, {proof}; the best plan of one width a \
+                 module has {:.5}\n",
+                objective.value, objective.one_width_a_module,
+            ));
+            return text;
+        }
         text.push_str(&format!(
             "chosen for the smallest sum of squared relative errors, weighted by the outputs' sizes: {:.4}, {proof}; \
              the best plan of one width a module has {:.4}\n\

@@ -37,6 +37,8 @@ pub(super) struct Outcome {
     pub(super) exactness: Exactness,
     /// The order of its rows, where they were sorted.
     pub(super) row_order: Option<Vec<u32>>,
+    /// How it was calibrated, if it was to be.
+    pub(super) calibration: Option<super::Calibration>,
 }
 
 /// Units that are done, and where to say so; a job that can't go on has no journal.

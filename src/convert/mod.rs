@@ -18,7 +18,7 @@ mod run;
 pub use crate::output::REPORT_FILE;
 pub use error::Error;
 pub use job::{Begun, Check, Existing, Job, Published, needed_bytes};
-pub use report::Report;
+pub use report::{Calibration, Report};
 
 use crate::checkpoint::Checkpoint;
 use crate::output::{self, Staging};
@@ -51,7 +51,16 @@ pub trait Quantizer: Sync {
         module: &PlannedModule,
         decision: &Exl2Decision,
         source: &Source,
-    ) -> Result<Quantized, crate::Error>;
+    ) -> Result<Made, crate::Error>;
+}
+
+/// What a [`Quantizer`] made.
+#[derive(Debug)]
+pub struct Made {
+    /// The matrix.
+    pub quantized: Quantized,
+    /// How it was calibrated, for the report; `None` where calibration has no say.
+    pub calibration: Option<Calibration>,
 }
 
 /// Quantizes each module by itself, by its weights alone.
@@ -64,10 +73,11 @@ impl Quantizer for ByWeights {
         module: &PlannedModule,
         decision: &Exl2Decision,
         source: &Source,
-    ) -> Result<Quantized, crate::Error> {
+    ) -> Result<Made, crate::Error> {
         let broken = |source| Error::Matrix { module: module.source.clone(), source };
         let cut = source.cut(decision.group_size);
-        Ok(quantize(source, &cut, &decision.bits).map_err(broken)?)
+        let quantized = quantize(source, &cut, &decision.bits).map_err(broken)?;
+        Ok(Made { quantized, calibration: None })
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::relayout;
 use super::report::{Exactness, ReportModule, TensorOrigin};
-use super::{Error, Quantizer};
+use super::{Calibration, Error, Made, Quantizer};
 use crate::checkpoint::{Checkpoint, Layout, Module, TensorView, transpose};
 use crate::output::{ShardWriter, TensorSpec};
 use crate::plan::{
@@ -32,7 +32,7 @@ pub(super) fn convert(
             .collect(),
         None => vec![format!("{}.weight", planned.source)],
     };
-    let (mut relative_error, mut row_order, mut columns) = (0.0, None, None);
+    let (mut relative_error, mut row_order, mut columns, mut calibration) = (0.0, None, None, None);
     let exactness = match (&planned.decision, module) {
         (Decision::Dense(dtype), _) => write_dense(checkpoint, planned, dtype.dtype(), writer)?,
         (Decision::Exl2(decision), _) => {
@@ -42,7 +42,8 @@ pub(super) fn convert(
             };
             columns = exl2_column_order(checkpoint, plan, module, decision);
             let orders = Orders { rows: rows.as_ref(), columns: columns.as_ref() };
-            relative_error = write_exl2(checkpoint, planned, decision, &orders, quantizer, writer)?;
+            (relative_error, calibration) =
+                write_exl2(checkpoint, planned, decision, &orders, quantizer, writer)?;
             row_order = rows.map(|rows| rows.map().to_vec());
             Exactness::Requantized
         }
@@ -75,7 +76,8 @@ pub(super) fn convert(
         };
         origins.push(TensorOrigin { name: spec.name, sources, columns: planned.columns.clone(), exactness });
     }
-    Ok(ReportModule::new(checkpoint, planned, relative_error, exactness, row_order))
+    let module = ReportModule::new(checkpoint, planned, relative_error, exactness, row_order);
+    Ok(ReportModule { calibration, ..module })
 }
 
 /// What a bias is to be multiplied by: see [`Checkpoint::bias_factor`].
@@ -243,7 +245,8 @@ fn exl2_column_order(
     columns_that_follow(checkpoint, module?, name, &rows)
 }
 
-/// Quantizes, checks what the packed bytes decode to, and writes them. Gives the relative error.
+/// Quantizes, checks what the packed bytes decode to, and writes them. Gives the relative error, and how the module was
+/// calibrated.
 fn write_exl2(
     checkpoint: &Checkpoint,
     planned: &PlannedModule,
@@ -251,10 +254,10 @@ fn write_exl2(
     orders: &Orders<'_>,
     quantizer: &dyn Quantizer,
     writer: &ShardWriter,
-) -> Result<f64, crate::Error> {
+) -> Result<(f64, Option<Calibration>), crate::Error> {
     let module = checkpoint.part(&planned.source, planned.columns.as_ref());
     let source = quantizer_source(checkpoint, planned, module, decision)?.prescaled(decision.prescale);
-    let quantized = quantizer.quantize(planned, decision, &source)?;
+    let Made { quantized, calibration } = quantizer.quantize(planned, decision, &source)?;
     let relative_error = quantized.relative_error();
     let packed = quantized.matrix.reordered(orders.rows, orders.columns).pack();
     check_round_trip(planned, decision, &source, orders, &packed, quantized.squared_error)?;
@@ -264,7 +267,7 @@ fn write_exl2(
     write("q_scale", bytemuck::cast_slice(&packed.q_scale))?;
     write("q_scale_max", bytemuck::cast_slice(&packed.q_scale_max))?;
     write("q_groups", bytemuck::cast_slice(&packed.q_groups))?;
-    Ok(relative_error)
+    Ok((relative_error, calibration))
 }
 
 /// The weights to quantize, columns padded to a multiple of 32 with zeros.

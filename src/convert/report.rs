@@ -6,6 +6,7 @@ use crate::output::{ShardFile, SideFiles};
 use crate::plan::{
     BiasDecision, Decision, ModuleOption, Objective, Plan, PlannedModule, Price, Target, Totals,
 };
+use crate::quantize::Uncalibrated;
 use crate::warning::Warning;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -111,6 +112,9 @@ pub struct ReportModule {
     /// The order of its rows, where they were sorted: entry j is the row of the source at place j. The columns
     /// of the modules that feed it stand in the same order.
     pub row_order: Option<Vec<u32>>,
+    /// How it was calibrated, if it was to be.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<Calibration>,
     /// What happened to the bias.
     pub bias: BiasDecision,
     /// What the layout was chosen from: each width for all of the module, at each group size.
@@ -119,6 +123,21 @@ pub struct ReportModule {
     pub step_up: Option<Price>,
     /// The next option that costs less, and what it would lose.
     pub step_down: Option<Price>,
+}
+
+/// How a module was calibrated.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Calibration {
+    /// Tokens that reached it.
+    pub tokens: usize,
+    /// Squared error of its outputs on them over their squares; `None` where there was nothing to weigh errors by.
+    pub output_error: Option<f64>,
+    /// What it would be if its weights alone counted.
+    pub output_error_by_weights: Option<f64>,
+    /// What was added to the diagonal of the Hessian, as a share of its mean.
+    pub damping: Option<f64>,
+    /// Why its weights alone counted, if they did.
+    pub uncalibrated: Option<Uncalibrated>,
 }
 
 /// Where a tensor of the output comes from.
@@ -178,6 +197,7 @@ impl ReportModule {
             exactness,
             relative_error,
             row_order,
+            calibration: None,
             bias: planned.bias,
             options: planned.options.clone(),
             step_up: planned.step_up.clone(),

@@ -110,8 +110,9 @@ fn convert_modules(
             && let Some(outcome) = &done.outcome
         {
             origins.extend_from_slice(&done.origins);
-            let Outcome { relative_error, exactness, row_order } = outcome.clone();
-            modules.push(ReportModule::new(checkpoint, planned, relative_error, exactness, row_order));
+            let Outcome { relative_error, exactness, row_order, calibration } = outcome.clone();
+            let module = ReportModule::new(checkpoint, planned, relative_error, exactness, row_order);
+            modules.push(ReportModule { calibration, ..module });
             continue;
         }
         if observer.cancelled() {
@@ -123,6 +124,7 @@ fn convert_modules(
             relative_error: module.relative_error,
             exactness: module.exactness,
             row_order: module.row_order.clone(),
+            calibration: module.calibration.clone(),
         };
         progress.record(&planned.name, &origins[before..], Some(outcome), writer, syncs)?;
         modules.push(module);

@@ -12,6 +12,7 @@ pub(super) struct Measurements<'a> {
     budgets: Vec<f64>,
     /// `None`: errors of weights count.
     losses: Option<&'a mut dyn Losses>,
+    calibrated: bool,
     /// The options of each job; `None` before the first budget is solved.
     measured: Option<Vec<Vec<Candidate>>>,
 }
@@ -19,7 +20,7 @@ pub(super) struct Measurements<'a> {
 impl<'a> Measurements<'a> {
     /// For budgets in bpw.
     pub(super) fn of(budgets: Vec<f64>, losses: Option<&'a mut dyn Losses>) -> Self {
-        Self { budgets, losses, measured: None }
+        Self { budgets, calibrated: losses.is_some(), losses, measured: None }
     }
 
     /// The options of each job, measured if they aren't yet, and once every budget is known to be feasible.
@@ -72,6 +73,7 @@ pub(super) fn by_error(
 ) -> Result<(Vec<Outcome>, Objective), crate::Error> {
     let weights: u64 = jobs.iter().map(|job| job.member.module.weights()).sum();
     let budget = budget(jobs, bpw, weights)?;
+    let calibrated = measurements.calibrated;
     let measured = measurements.get(checkpoint, jobs, weights, observer)?;
     let solved = |open: &dyn Fn(&Candidate) -> bool| -> Result<(Solution, Vec<Vec<usize>>), Error> {
         let open: Vec<Vec<usize>> =
@@ -111,6 +113,7 @@ pub(super) fn by_error(
     };
     let objective = Objective {
         value: best.error,
+        calibrated,
         one_width_a_module: one_width.error,
         gap: best.gap,
         mean_relative_error: mean(&best, &open),

@@ -30,7 +30,7 @@ pub struct ModuleOption {
     pub widths: Vec<(Bits, usize)>,
     /// Bits of its tensors, the bias included.
     pub stored_bits: u64,
-    /// Frobenius norm of the difference over that of the weight.
+    /// Frobenius norm of the difference over that of the weight; with a calibration that of the outputs, as expected.
     pub relative_error: f64,
     /// Whether the module stays GPTQ.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -86,6 +86,7 @@ pub(super) struct Candidate {
     pub(super) stored_bits: u64,
     /// Squared error over squared norm; of the outputs where they are calibrated, else of the weights.
     pub(super) squared_error: f64,
+    calibrated: bool,
     /// What the solver counts for a squared error of 1.
     pub(super) weight: f64,
     straddling: usize,
@@ -218,6 +219,7 @@ impl<'a> Job<'a> {
                 Some(losses) => losses.group_losses(name, &source, &cut, &space.widths)?,
                 None => None,
             };
+            let is_calibrated = calibrated.is_some();
             let GroupLosses { losses: measured, norm } =
                 calibrated.unwrap_or_else(|| errors_of_weights(&source, &cut, &space.widths));
             if !norm.is_finite() {
@@ -232,6 +234,7 @@ impl<'a> Job<'a> {
                     kept: None,
                     stored_bits: self.stored_bits(group_size, &bits),
                     squared_error: share(measured.iter().zip(choice).map(|(m, &w)| m[w]).sum()),
+                    calibrated: is_calibrated,
                     weight,
                     straddling: cut.straddling,
                     bits,
@@ -269,6 +272,7 @@ impl<'a> Job<'a> {
             kept: Some(decision),
             stored_bits,
             squared_error: 0.0,
+            calibrated: false,
             weight: 0.0,
             straddling: 0,
         }))
@@ -307,7 +311,7 @@ impl<'a> Job<'a> {
                     prescale: space.prescale,
                     straddling_groups: chosen.straddling,
                     stored_bits: chosen.stored_bits,
-                    relative_error: Some(chosen.squared_error.sqrt()),
+                    relative_error: (!chosen.calibrated).then(|| chosen.squared_error.sqrt()),
                 })
             }),
         }

@@ -90,11 +90,15 @@ impl PlannedModule {
 ///
 /// The objective is the sum over modules of `out_features` times the relative squared error of the weight,
 /// as measured: what uncorrelated inputs of unit variance would see at the outputs, each module's output
-/// being scaled to unit variance.
+/// being scaled to unit variance. With a calibration it is the KL divergence that is expected of the model, in nats a
+/// token, and errors are those of outputs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Objective {
     /// Its value for the plan.
     pub value: f64,
+    /// Whether it is an expected divergence.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub calibrated: bool,
     /// Its value for the best plan under the same budget in which each module has one width.
     pub one_width_a_module: f64,
     /// How much lower it could be at most; 0 where the plan is proven to be the best.
