@@ -53,6 +53,10 @@ fn calibrated_models_diverge_less_at_the_same_bits() {
             calibrated["totals"]["bpw"].as_f64().unwrap() <= plain["totals"]["bpw"].as_f64().unwrap() + 0.01
         );
         for module in calibrated["modules"].as_array().unwrap() {
+            if module["name"] == "lm_head" {
+                assert!(module.get("calibration").is_none());
+                continue;
+            }
             let calibration = &module["calibration"];
             assert!(calibration["tokens"].as_u64().unwrap() >= 8000, "{module}");
             let error = |key: &str| calibration[key].as_f64().unwrap();
@@ -83,21 +87,17 @@ fn same_bytes_for_any_number_of_threads_and_after_a_stop() {
         [&["convert", SOURCE, "--to", "exl2", "--out", out_text, "--bpw", "4", "--resume"][..], &CALIBRATE];
     let flags = flags.concat();
     let partial = place.path().join("stopped.partial");
-    for _ in 0..20 {
-        let mut child = Command::new(env!("CARGO_BIN_EXE_requant")).args(&flags).spawn().unwrap();
-        let begun = std::time::Instant::now();
-        while child.try_wait().unwrap().is_none() && begun.elapsed().as_secs() < 60 {
-            let done = std::fs::read_to_string(partial.join(".job/done.jsonl")).unwrap_or_default();
-            if done.lines().count() > 12 {
-                child.kill().unwrap();
-            }
-            std::thread::sleep(std::time::Duration::from_millis(2));
+    let mut child = Command::new(env!("CARGO_BIN_EXE_requant")).args(&flags).spawn().unwrap();
+    while child.try_wait().unwrap().is_none() {
+        let done = std::fs::read_to_string(partial.join(".job/done.jsonl")).unwrap_or_default();
+        if done.lines().count() > 12 {
+            child.kill().unwrap();
         }
-        child.wait().unwrap();
-        if out.exists() {
-            break;
-        }
+        std::thread::sleep(std::time::Duration::from_millis(1));
     }
+    child.wait().unwrap();
+    let output = requant(&flags);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let tensors = std::fs::read(out.join("model.safetensors")).unwrap();
     assert!(tensors == one.0);
     // With another text it is another job.
@@ -116,7 +116,7 @@ fn a_text_of_one_token_is_damped_or_said() {
     let flags = ["--bits", "4", "--calibrate", "--calibration-text", text.to_str().unwrap()];
     convert(&out, &flags);
     let modules = report(&out)["modules"].as_array().unwrap().clone();
-    assert!(modules.iter().all(|module| {
+    assert!(modules.iter().filter(|module| module["name"] != "lm_head").all(|module| {
         let calibration = &module["calibration"];
         calibration["damping"].is_f64()
             || calibration["uncalibrated"].is_string()

@@ -15,7 +15,7 @@ use std::path::Path;
 const BITS: Bits = Bits::ALL[1];
 
 /// Tokens that the change of the model is measured on where no number is given.
-pub const DEFAULT_SENSITIVITY_TOKENS: usize = 512;
+pub const DEFAULT_SENSITIVITY_TOKENS: usize = 1024;
 
 /// For each linear, by its name in an EXL2 output, the KL divergence of the model in nats a token over the relative
 /// squared error of the linear's outputs: of a conversion to one width, which is written to `dir` and removed again,
