@@ -1,4 +1,5 @@
 //! `convert --calibrate`: less divergence at the same bits, the same bytes, and what is said.
+#![allow(clippy::unwrap_used, reason = "the exception for tests leaves out what test functions share")]
 
 use requant::checkpoint::{Checkpoint, OpenOptions};
 use requant::kernels::Cpu;

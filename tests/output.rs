@@ -282,6 +282,48 @@ fn hashing_notices_a_changed_shard_and_can_be_cancelled() {
 }
 
 #[test]
+fn hashes_that_follow_the_writing_are_those_of_the_files() {
+    let units = units();
+    let tensors: Vec<&TensorSpec> = units.iter().flatten().collect();
+    for limit in [4500, 5 * GB] {
+        // Backwards, nothing can be hashed before all is written; in the files' order, each tensor at once.
+        for forwards in [true, false] {
+            let dir = tempfile::tempdir().unwrap();
+            let plan = ShardPlan::new(units.clone(), limit).unwrap();
+            let mut order = tensors.clone();
+            order.sort_by_key(|tensor| plan.position(&tensor.name).unwrap());
+            if !forwards {
+                order.reverse();
+            }
+            let writer = ShardWriter::create(dir.path(), plan).unwrap();
+            for (i, tensor) in order.iter().enumerate() {
+                writer.hash_written(&|| i % 3 == 0).unwrap();
+                writer.write(&tensor.name, &bytes_of(tensor)).unwrap();
+                writer.hash_written(&|| i % 2 == 0).unwrap();
+            }
+            for shard in writer.finish(&Silent).unwrap() {
+                let bytes = fs::read(dir.path().join(&shard.file)).unwrap();
+                let sha256: String = Sha256::digest(&bytes).iter().map(|b| format!("{b:02x}")).collect();
+                assert_eq!((shard.bytes, shard.sha256), (bytes.len() as u64, sha256), "{limit} {forwards}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_shard_that_is_cut_after_it_was_hashed_is_noticed() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = ShardPlan::new(vec![vec![spec("a", Dtype::F16, &[4])]], GB).unwrap();
+    let writer = ShardWriter::create(dir.path(), plan).unwrap();
+    writer.write("a", &[1; 8]).unwrap();
+    writer.hash_written(&|| false).unwrap();
+    let path = dir.path().join("model.safetensors");
+    fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(20).unwrap();
+    let error = writer.finish(&Silent).unwrap_err();
+    assert!(matches!(&error, Error::ShardChanged { found: 20, .. }), "{error}");
+}
+
+#[test]
 fn nothing_stands_under_the_final_name_until_commit() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("a/b/model.v1");

@@ -21,6 +21,7 @@ use crate::quantize::Hessian;
 use crate::validate::Windows;
 use requant_kernels::{Calibration, Error};
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 /// Windows where no number is given, and their length.
 pub const DEFAULT_WINDOWS: usize = 128;
@@ -129,13 +130,12 @@ impl<'a, O: Calibration> Calibrator<'a, O> {
                     return Ok(());
                 }
                 let (rows, columns) = self.ops.shape(input);
-                if !sums.contains_key(&id) {
-                    sums.insert(id, (self.ops.new_sums(columns)?, columns, 0));
-                }
-                if let Some((sum, _, tokens)) = sums.get_mut(&id) {
-                    self.ops.add_products(sum, input)?;
-                    *tokens += rows;
-                }
+                let (sum, _, tokens) = match sums.entry(id) {
+                    Entry::Occupied(entry) => entry.into_mut(),
+                    Entry::Vacant(entry) => entry.insert((self.ops.new_sums(columns)?, columns, 0)),
+                };
+                self.ops.add_products(sum, input)?;
+                *tokens += rows;
                 Ok(())
             };
             *hidden = block.forward(self.ops, hidden, self.window, &mut tap)?;

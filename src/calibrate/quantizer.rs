@@ -33,6 +33,10 @@ impl<O: Calibration> Quantizer for CalibratedQuantizer<'_, O>
 where
     O::Tensor: Send,
 {
+    fn goes_in_plan_order(&self) -> bool {
+        true
+    }
+
     fn quantize(
         &self,
         module: &PlannedModule,

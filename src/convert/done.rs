@@ -9,6 +9,9 @@ use crate::progress::{Event, Observer};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Sender};
 use std::thread::{Scope, ScopedJoinHandle};
 
 /// Bytes of output between two syncs: a power cut costs no more than the work on these, and the last sync
@@ -99,8 +102,9 @@ impl Progress {
         origins: &[TensorOrigin],
         outcome: Option<Outcome>,
         writer: &ShardWriter,
-        syncs: &mut Syncs<'_, '_>,
+        followers: &mut Followers<'_, '_>,
     ) -> Result<(), crate::Error> {
+        followers.unit_written();
         let Some(journal) = &mut self.journal else { return Ok(()) };
         let hash = |origin: &TensorOrigin| Some((origin.name.clone(), writer.checksum(&origin.name)?));
         let tensors = origins.iter().filter_map(hash).collect();
@@ -109,7 +113,7 @@ impl Progress {
         journal.append(&serde_json::to_vec(&done).unwrap_or_default())?;
         self.unsynced += origins.iter().filter_map(|origin| writer.bytes_of(&origin.name)).sum::<u64>();
         if self.unsynced >= SYNC_EVERY {
-            if syncs.begin()? {
+            if followers.begin_sync()? {
                 journal.sync()?;
             }
             self.unsynced = 0;
@@ -118,36 +122,64 @@ impl Progress {
     }
 }
 
-/// Brings what is written to the disk while the work goes on, one sync after the other.
-pub(super) struct Syncs<'scope, 'env> {
+/// What follows behind the writing while the work goes on: the hashes of the files, and one sync after the other.
+pub(super) struct Followers<'scope, 'env> {
     scope: &'scope Scope<'scope, 'env>,
     writer: &'env ShardWriter,
-    running: Option<ScopedJoinHandle<'scope, Result<(), output::Error>>>,
+    written: Sender<()>,
+    ended: Arc<AtomicBool>,
+    sync: Option<ScopedJoinHandle<'scope, Result<(), output::Error>>>,
 }
 
-impl<'scope, 'env> Syncs<'scope, 'env> {
+impl<'scope, 'env> Followers<'scope, 'env> {
     pub(super) fn new(scope: &'scope Scope<'scope, 'env>, writer: &'env ShardWriter) -> Self {
-        Self { scope, writer, running: None }
+        let (written, units) = mpsc::channel();
+        let ended = Arc::new(AtomicBool::new(false));
+        let stop = ended.clone();
+        scope.spawn(move || {
+            while units.recv().is_ok() {
+                // Each look finds what all units before it wrote.
+                units.try_iter().for_each(drop);
+                // What failed is tried again at the end, and told then.
+                if writer.hash_written(&|| stop.load(Ordering::Relaxed)).is_err() {
+                    return;
+                }
+            }
+        });
+        Self { scope, writer, written, ended, sync: None }
     }
 
-    /// Begins another, unless the one before still runs. Gives whether one has ended since.
-    fn begin(&mut self) -> Result<bool, output::Error> {
-        if self.running.as_ref().is_some_and(|running| !running.is_finished()) {
+    /// Says that a unit is written.
+    fn unit_written(&self) {
+        // Nobody listens after an error.
+        let _ = self.written.send(());
+    }
+
+    /// Begins another sync, unless the one before still runs. Gives whether one has ended since.
+    fn begin_sync(&mut self) -> Result<bool, output::Error> {
+        if self.sync.as_ref().is_some_and(|running| !running.is_finished()) {
             return Ok(false);
         }
-        let ended = self.running.is_some();
+        let ended = self.sync.is_some();
         self.wait()?;
         let writer = self.writer;
-        self.running = Some(self.scope.spawn(move || writer.sync()));
+        self.sync = Some(self.scope.spawn(move || writer.sync()));
         Ok(ended)
     }
 
-    /// Waits for the one that runs.
+    /// Waits for the sync that runs.
     pub(super) fn wait(&mut self) -> Result<(), output::Error> {
-        match self.running.take().map(ScopedJoinHandle::join) {
+        match self.sync.take().map(ScopedJoinHandle::join) {
             None => Ok(()),
             Some(Ok(result)) => result,
             Some(Err(panic)) => std::panic::resume_unwind(panic),
         }
+    }
+}
+
+impl Drop for Followers<'_, '_> {
+    /// What isn't hashed by then, the end hashes on all threads; after an error nobody needs it.
+    fn drop(&mut self) {
+        self.ended.store(true, Ordering::Relaxed);
     }
 }

@@ -42,7 +42,12 @@ impl Default for ConvertOptions {
 
 /// Makes the EXL2 matrices that a plan decides on.
 pub trait Quantizer: Sync {
-    /// Quantizes a module. Modules come in the plan's order.
+    /// Whether modules must come in the plan's order: block after block.
+    fn goes_in_plan_order(&self) -> bool {
+        false
+    }
+
+    /// Quantizes a module.
     ///
     /// # Errors
     /// What the module's weights can't be, and what the quantizer itself fails at.

@@ -1,11 +1,11 @@
 //! The work itself: every tensor of a plan into a staging directory, and the files beside them.
 
-use super::done::{Outcome, Progress, Syncs};
+use super::done::{Followers, Outcome, Progress};
 use super::report::{ReportModule, TensorOrigin};
 use super::{ConvertOptions, Quantizer, Report, config, module, preflight};
 use crate::checkpoint::Checkpoint;
-use crate::output::{self, Exl2Facts, REPORT_FILE, ShardPlan, ShardWriter, Staging};
-use crate::plan::{self, Decision, DenseType, Plan, Target};
+use crate::output::{self, Exl2Facts, REPORT_FILE, ShardPlan, ShardWriter, Staging, TensorSpec};
+use crate::plan::{self, Decision, DenseType, Plan, PlannedModule, PlannedTensor, Target};
 use crate::progress::{Event, Observer};
 use crate::warning::{Warning, WarningCode};
 use serde_json::{Map, Value};
@@ -21,7 +21,10 @@ pub(super) fn run(
     options: &ConvertOptions,
     (quantizer, observer): (&dyn Quantizer, &dyn Observer),
 ) -> Result<Report, crate::Error> {
-    let shards = ShardPlan::new(units(checkpoint, plan), options.shard_size)?;
+    let shards = ShardPlan::new(
+        Unit::all(plan).iter().map(|unit| unit.specs(checkpoint)).collect(),
+        options.shard_size,
+    )?;
     let losses = preflight::check(checkpoint, plan, observer)?;
     // What an earlier run wrote after the tensors is written again.
     staging.clear_but_state(|name| shards.files().iter().any(|shard| shard.file() == name))?;
@@ -30,23 +33,16 @@ pub(super) fn run(
         true => Progress::resume(staging, &writer, observer)?,
         false => Progress::unrecorded(),
     };
-    let mut origins: Vec<TensorOrigin> = Vec::new();
-    let modules = std::thread::scope(|scope| {
-        let mut syncs = Syncs::new(scope, &writer);
-        write_dense_tensors(checkpoint, plan, &writer, &mut progress, &mut syncs, &mut origins)?;
-        let done = convert_modules(
-            checkpoint,
-            plan,
-            &writer,
-            &mut progress,
-            &mut syncs,
-            &mut origins,
-            (quantizer, observer),
-        )?;
-        syncs.wait()?;
-        Ok::<_, crate::Error>(done)
+    let made = std::thread::scope(|scope| {
+        let mut followers = Followers::new(scope, &writer);
+        let made =
+            convert_units(checkpoint, plan, &writer, &mut progress, &mut followers, (quantizer, observer))?;
+        followers.wait()?;
+        Ok::<_, crate::Error>(made)
     })?;
     let shards = writer.finish(observer)?;
+    let (origins, modules): (Vec<_>, Vec<_>) = made.into_iter().unzip();
+    let (origins, modules) = (origins.concat(), modules.into_iter().flatten().collect());
     let notes = write_configs(checkpoint, plan, staging)?;
     let side_files = output::copy_side_files(checkpoint.dir(), staging.path(), observer)?;
     let mut warnings: Vec<Warning> = checkpoint.warnings().to_vec();
@@ -66,71 +62,112 @@ pub(super) fn run(
     Ok(report)
 }
 
-/// The tensors of the output, a module's together.
-fn units(checkpoint: &Checkpoint, plan: &Plan) -> Vec<Vec<output::TensorSpec>> {
-    let dense = plan.dense_tensors.iter().map(|tensor| vec![plan::dense_spec(tensor)]);
-    dense.chain(plan.modules.iter().map(|module| plan::specs(checkpoint, module))).collect()
+/// What is written as a whole.
+#[derive(Clone, Copy)]
+enum Unit<'a> {
+    Dense(&'a PlannedTensor),
+    Module(&'a PlannedModule),
 }
 
-fn write_dense_tensors(
-    checkpoint: &Checkpoint,
-    plan: &Plan,
-    writer: &ShardWriter,
-    progress: &mut Progress,
-    syncs: &mut Syncs<'_, '_>,
-    origins: &mut Vec<TensorOrigin>,
-) -> Result<(), crate::Error> {
-    for tensor in &plan.dense_tensors {
-        if let Some(done) = progress.of(&tensor.name) {
-            origins.extend_from_slice(&done.origins);
-            continue;
-        }
-        let before = origins.len();
-        module::write_dense_tensor(checkpoint, tensor, writer, origins)?;
-        progress.record(&tensor.name, &origins[before..], None, writer, syncs)?;
+impl<'a> Unit<'a> {
+    /// All, in the report's order.
+    fn all(plan: &'a Plan) -> Vec<Self> {
+        let dense = plan.dense_tensors.iter().map(Unit::Dense);
+        dense.chain(plan.modules.iter().map(Unit::Module)).collect()
     }
-    Ok(())
+
+    /// Its name in the output.
+    fn name(&self) -> &'a str {
+        match self {
+            Unit::Dense(tensor) => &tensor.name,
+            Unit::Module(module) => &module.name,
+        }
+    }
+
+    /// Its tensors in the output.
+    fn specs(&self, checkpoint: &Checkpoint) -> Vec<TensorSpec> {
+        match self {
+            Unit::Dense(tensor) => vec![plan::dense_spec(tensor)],
+            Unit::Module(module) => plan::specs(checkpoint, module),
+        }
+    }
 }
 
-fn convert_modules(
+/// What came of a unit: where its tensors come from, and what the report says of it if it is a module.
+type Written = (Vec<TensorOrigin>, Option<ReportModule>);
+
+/// Writes all units, and gives what came of each in the report's order.
+fn convert_units(
     checkpoint: &Checkpoint,
     plan: &Plan,
     writer: &ShardWriter,
     progress: &mut Progress,
-    syncs: &mut Syncs<'_, '_>,
-    origins: &mut Vec<TensorOrigin>,
+    followers: &mut Followers<'_, '_>,
     (quantizer, observer): (&dyn Quantizer, &dyn Observer),
-) -> Result<Vec<ReportModule>, crate::Error> {
+) -> Result<Vec<Written>, crate::Error> {
     let to_do = || plan.modules.iter().filter(|module| progress.of(&module.name).is_none());
     let weights = to_do().map(|module| module.weights()).sum();
     observer.event(&Event::Stage { name: "convert", modules: to_do().count(), weights });
-    let mut modules: Vec<ReportModule> = Vec::with_capacity(plan.modules.len());
-    for planned in &plan.modules {
-        if let Some(done) = progress.of(&planned.name)
-            && let Some(outcome) = &done.outcome
-        {
-            origins.extend_from_slice(&done.origins);
-            let Outcome { relative_error, exactness, row_order, calibration } = outcome.clone();
-            let module = ReportModule::new(checkpoint, planned, relative_error, exactness, row_order);
-            modules.push(ReportModule { calibration, ..module });
-            continue;
-        }
-        if observer.cancelled() {
+    let mut units: Vec<(usize, Unit<'_>)> = Unit::all(plan).into_iter().enumerate().collect();
+    // In the order of the files, so that these can be hashed meanwhile.
+    if !quantizer.goes_in_plan_order() {
+        units.sort_by_cached_key(|(_, unit)| {
+            let specs = unit.specs(checkpoint);
+            specs.iter().filter_map(|spec| writer.plan().position(&spec.name)).min()
+        });
+    }
+    let mut made: Vec<Written> = vec![Written::default(); units.len()];
+    for (place, unit) in units {
+        if matches!(unit, Unit::Module(_)) && observer.cancelled() {
             return Err(crate::Error::Cancelled);
         }
-        let before = origins.len();
-        let module = module::convert(checkpoint, plan, planned, quantizer, writer, origins)?;
-        let outcome = Outcome {
-            relative_error: module.relative_error,
-            exactness: module.exactness,
-            row_order: module.row_order.clone(),
-            calibration: module.calibration.clone(),
+        made[place] =
+            convert_unit(checkpoint, plan, unit, writer, progress, followers, (quantizer, observer))?;
+    }
+    Ok(made)
+}
+
+fn convert_unit(
+    checkpoint: &Checkpoint,
+    plan: &Plan,
+    unit: Unit<'_>,
+    writer: &ShardWriter,
+    progress: &mut Progress,
+    followers: &mut Followers<'_, '_>,
+    (quantizer, observer): (&dyn Quantizer, &dyn Observer),
+) -> Result<Written, crate::Error> {
+    if let Some(done) = progress.of(unit.name()) {
+        let module = match (unit, &done.outcome) {
+            (Unit::Module(planned), Some(outcome)) => {
+                let Outcome { relative_error, exactness, row_order, calibration } = outcome.clone();
+                let module = ReportModule::new(checkpoint, planned, relative_error, exactness, row_order);
+                Some(ReportModule { calibration, ..module })
+            }
+            _ => None,
         };
-        progress.record(&planned.name, &origins[before..], Some(outcome), writer, syncs)?;
-        modules.push(module);
+        return Ok((done.origins.clone(), module));
+    }
+    let mut origins = Vec::new();
+    let module = match unit {
+        Unit::Dense(tensor) => {
+            module::write_dense_tensor(checkpoint, tensor, writer, &mut origins)?;
+            None
+        }
+        Unit::Module(planned) => {
+            Some(module::convert(checkpoint, plan, planned, quantizer, writer, &mut origins)?)
+        }
+    };
+    let outcome = module.as_ref().map(|module| Outcome {
+        relative_error: module.relative_error,
+        exactness: module.exactness,
+        row_order: module.row_order.clone(),
+        calibration: module.calibration.clone(),
+    });
+    progress.record(unit.name(), &origins, outcome, writer, followers)?;
+    if let Unit::Module(planned) = unit {
         observer.event(&Event::Module { name: &planned.source, weights: planned.weights() });
     }
-    Ok(modules)
+    Ok((origins, module))
 }
 
 /// Writes the configuration files that the output's readers look for.

@@ -18,6 +18,7 @@ mod identity;
 mod journal;
 mod publish;
 mod rope;
+mod shard_hash;
 mod shard_plan;
 mod shard_writer;
 mod side_files;

@@ -147,6 +147,11 @@ impl ShardPlan {
         self.places.get(tensor).map(|place| self.shards[place.shard].file())
     }
 
+    /// Where a tensor stands: the index of its shard, and bytes from the start of that file.
+    pub fn position(&self, tensor: &str) -> Option<(usize, u64)> {
+        self.places.get(tensor).map(|place| (place.shard, place.offset))
+    }
+
     pub(super) fn places(&self) -> &BTreeMap<String, Place> {
         &self.places
     }

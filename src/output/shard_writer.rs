@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -10,9 +10,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
-use sha2::{Digest, Sha256};
-use xxhash_rust::xxh3::{Xxh3, xxh3_128};
+use xxhash_rust::xxh3::Xxh3;
 
+use super::shard_hash::{FileHash, HASH_CHUNK};
 use super::shard_plan::{Place, PlannedShard};
 use super::{Action, Error, ShardPlan};
 use crate::progress::{Event, Observer};
@@ -20,8 +20,8 @@ use crate::progress::{Event, Observer};
 /// The name of the index, written also where there is one shard only.
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
 
-/// Bytes hashed between two looks at whether to go on.
-const HASH_CHUNK: usize = 1 << 20;
+/// Bytes written at a time: a part of a processor's cache.
+const WRITE_CHUNK: usize = 1 << 18;
 
 /// A shard that is complete.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,6 +44,7 @@ pub struct ShardWriter {
     dir: PathBuf,
     plan: ShardPlan,
     files: Vec<File>,
+    hashes: Vec<Mutex<FileHash>>,
     slots: BTreeMap<String, Slot>,
 }
 
@@ -98,7 +99,8 @@ impl ShardWriter {
         }
         let slot = |place: &Place| Slot { place: *place, state: Mutex::new(State::Waiting) };
         let slots = plan.places().iter().map(|(name, place)| (name.clone(), slot(place))).collect();
-        Ok(ShardWriter { dir: dir.to_owned(), plan, files, slots })
+        let hashes = files.iter().map(|_| Mutex::default()).collect();
+        Ok(ShardWriter { dir: dir.to_owned(), plan, files, hashes, slots })
     }
 
     /// What is being written.
@@ -125,9 +127,9 @@ impl ShardWriter {
             }
             *state = State::BeingWritten;
         }
-        let result = self.files[place.shard].write_all_at(bytes, place.offset);
-        *slot.state() = if result.is_ok() { State::Written(xxh3_128(bytes)) } else { State::Waiting };
-        result.map_err(Action::Write.failed(&self.path(place.shard)))
+        let result = write_and_hash(&self.files[place.shard], bytes, place.offset);
+        *slot.state() = result.as_ref().map_or(State::Waiting, |checksum| State::Written(*checksum));
+        result.map(drop).map_err(Action::Write.failed(&self.path(place.shard)))
     }
 
     /// The XXH3-128 of a tensor that is written, in lower-case hexadecimal: it tells torn from whole, at the
@@ -191,8 +193,56 @@ impl ShardWriter {
         Ok(hasher.digest128())
     }
 
-    /// Checks that every tensor was written, brings the files to the disk, hashes them and writes the index.
-    /// The shards come back in order.
+    /// Hashes what is written of each file, as far as it has no gaps: the less is left for
+    /// [`finish`](Self::finish), the more tensors were written in the order of the files. Ends early when `stop` says
+    /// so.
+    ///
+    /// # Errors
+    /// [`Error::Io`], [`Error::ShardChanged`].
+    pub fn hash_written(&self, stop: &dyn Fn() -> bool) -> Result<(), Error> {
+        (0..self.files.len()).try_for_each(|shard| self.hash_shard(shard, stop))
+    }
+
+    /// The same for one file.
+    fn hash_shard(&self, shard: usize, stop: &dyn Fn() -> bool) -> Result<(), Error> {
+        let mut hash = self.hash_of(shard);
+        let planned = &self.plan.files()[shard];
+        for name in planned.tensors().skip(hash.tensors) {
+            let slot = &self.slots[name];
+            if !matches!(*slot.state(), State::Written(_)) {
+                return Ok(());
+            }
+            let end = slot.place.offset + slot.place.bytes;
+            let advanced = hash.advance(&self.files[shard], end, stop);
+            if !advanced.map_err(|error| self.unreadable(shard, error))? {
+                return Ok(());
+            }
+            hash.tensors += 1;
+        }
+        Ok(())
+    }
+
+    fn hash_of(&self, shard: usize) -> MutexGuard<'_, FileHash> {
+        // A panic in the midst of it ends the job.
+        self.hashes[shard].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn unreadable(&self, shard: usize, error: io::Error) -> Error {
+        match self.check_length(shard) {
+            Err(changed) if error.kind() == io::ErrorKind::UnexpectedEof => changed,
+            _ => Action::Read.failed(&self.path(shard))(error),
+        }
+    }
+
+    fn check_length(&self, shard: usize) -> Result<(), Error> {
+        let path = self.path(shard);
+        let found = std::fs::metadata(&path).map_err(Action::Read.failed(&path))?.len();
+        let expected = self.plan.files()[shard].bytes();
+        if found == expected { Ok(()) } else { Err(Error::ShardChanged { path, found, expected }) }
+    }
+
+    /// Checks that every tensor was written, brings the files to the disk, hashes what isn't hashed yet and writes
+    /// the index. The shards come back in order.
     ///
     /// Tells `observer` of a stage `write` with a module a file; its weights are not counted.
     ///
@@ -201,13 +251,18 @@ impl ShardWriter {
     pub fn finish(self, observer: &dyn Observer) -> Result<Vec<ShardFile>, Error> {
         self.check_complete()?;
         observer.event(&Event::Stage { name: "write", modules: self.files.len(), weights: 0 });
+        let cancelled = || observer.cancelled();
         // The disk is waited for while hashing, which reads what is still in memory.
         let finished = |(i, shard): (usize, &PlannedShard)| {
-            let path = self.path(i);
-            let sync = || self.files[i].sync_all().map_err(Action::Sync.failed(&path));
-            let (synced, sha256) = rayon::join(sync, || hash(&path, shard.bytes(), observer));
-            synced?;
-            let sha256 = sha256?;
+            let sync = || self.files[i].sync_all().map_err(Action::Sync.failed(&self.path(i)));
+            let (synced, hashed) = rayon::join(sync, || self.hash_shard(i, &cancelled));
+            synced.and(hashed)?;
+            if cancelled() {
+                return Err(Error::Cancelled);
+            }
+            // All is written, so that nothing else has stopped it.
+            let sha256 = self.hash_of(i).hexadecimal();
+            self.check_length(i)?;
             observer.event(&Event::Module { name: shard.file(), weights: 0 });
             Ok(ShardFile { file: shard.file().to_owned(), bytes: shard.bytes(), sha256 })
         };
@@ -249,35 +304,14 @@ impl ShardWriter {
     }
 }
 
-/// The sha256 of a file of `expected` bytes.
-///
-/// A pass of its own, after the last tensor: tensors arrive in any order at any position, and a sha256 takes
-/// bytes only in the order of the file. The pages are mostly still in memory then.
-fn hash(path: &Path, expected: u64, observer: &dyn Observer) -> Result<String, Error> {
-    let mut file = File::open(path).map_err(Action::Read.failed(path))?;
-    let mut hasher = Sha256::new();
-    let mut chunk = vec![0; HASH_CHUNK];
-    let mut found = 0;
-    loop {
-        if observer.cancelled() {
-            return Err(Error::Cancelled);
-        }
-        let n = match file.read(&mut chunk) {
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
-            result => result.map_err(Action::Read.failed(path))?,
-        };
-        if n == 0 {
-            break;
-        }
-        found += n as u64;
-        hasher.update(&chunk[..n]);
+/// Writes `bytes` and gives their XXH3-128, a part at a time, so that memory is read once for both.
+fn write_and_hash(file: &File, bytes: &[u8], offset: u64) -> io::Result<u128> {
+    let mut hasher = Xxh3::new();
+    let mut at = offset;
+    for part in bytes.chunks(WRITE_CHUNK) {
+        hasher.update(part);
+        file.write_all_at(part, at)?;
+        at += part.len() as u64;
     }
-    if found != expected {
-        return Err(Error::ShardChanged { path: path.to_owned(), found, expected });
-    }
-    Ok(hexadecimal(&hasher.finalize()))
-}
-
-fn hexadecimal(hash: &[u8]) -> String {
-    hash.iter().map(|byte| format!("{byte:02x}")).collect()
+    Ok(hasher.digest128())
 }
