@@ -30,11 +30,16 @@ impl Arguments {
             plan.warnings.splice(..0, checkpoint.warnings().iter().cloned());
         }
         if json {
-            return print_json(&plans);
+            let shown: Vec<ShownPlan<'_>> = (plans.iter())
+                .map(|plan| ShownPlan { plan, peak_memory: plan.peak_memory(checkpoint) })
+                .collect();
+            return print_json(&shown);
         }
         for plan in &plans {
             let table = plan_table(plan) + "\n" + &totals_line(plan);
             print::stdout(&(table + &print::warnings(&plan.warnings)))?;
+            // Not among the results: it depends on the number of threads.
+            progress.memory(plan.peak_memory(checkpoint));
         }
         Ok(())
     }
@@ -65,6 +70,9 @@ impl Arguments {
                 }
                 continue;
             };
+            if let Some(plan) = job.plan() {
+                progress.memory(plan.peak_memory(checkpoint));
+            }
             let mut validation = None;
             let published = job.run_and_check(checkpoint, &options, progress, |complete| {
                 self.check(checkpoint, complete, &dir, &mut validation, progress)
@@ -202,6 +210,15 @@ impl Arguments {
         };
         Ok(vec![plan.map_err(at)?])
     }
+}
+
+/// A plan and what executing it takes.
+#[derive(Serialize)]
+struct ShownPlan<'a> {
+    #[serde(flatten)]
+    plan: &'a Plan,
+    /// Bytes.
+    peak_memory: u64,
 }
 
 /// Where one bitrate goes.

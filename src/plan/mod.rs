@@ -9,6 +9,7 @@ mod error;
 mod fold;
 mod head;
 mod keep;
+mod memory;
 mod options;
 mod overflow;
 pub mod readers;
