@@ -172,6 +172,10 @@ fn progress_in_three_forms() {
         let mut lines = lines.lines().filter(|line| !line.contains(" left"));
         let stages = [("measure", "21 modules, 1.77 M weights"), ("convert", "22 modules, 2.03 M weights")];
         for (stage, to_come) in &stages[usize::from(style == "plain")..] {
+            if *stage == "convert" {
+                let memory = lines.next().unwrap();
+                assert!(memory.starts_with("takes up to ") && memory.ends_with(" of memory"), "{memory}");
+            }
             assert_eq!(lines.next(), Some(format!("{stage}: {to_come}").as_str()));
             let (done, count) = (lines.next().unwrap(), &to_come[..2]);
             assert!(done.starts_with(&format!("{stage}: {count}/{count} modules, ")), "{done}");
@@ -183,13 +187,14 @@ fn progress_in_three_forms() {
     assert_eq!(convert("none", "--bits=4"), "");
     let lines = convert("json", "--bpw=3");
     let lines: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    assert_eq!(lines.len(), 22 + 23 + 2);
+    assert_eq!(lines.len(), 22 + 1 + 23 + 2);
     let first = json!({
         "stage": "measure", "modules": 21, "weights": 1769472, "modules_done": 0, "weights_done": 0
     });
     assert_eq!(lines[0], first);
-    assert_eq!(lines[22]["stage"], "convert");
-    for last in [&lines[21], &lines[44]] {
+    assert!(lines[22]["peak_memory"].as_u64().unwrap() > 1 << 20);
+    assert_eq!(lines[23]["stage"], "convert");
+    for last in [&lines[21], &lines[45]] {
         assert_eq!((&last["modules_done"], &last["weights_done"]), (&last["modules"], &last["weights"]));
     }
 }

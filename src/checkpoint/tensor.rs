@@ -144,6 +144,30 @@ impl<'a> TensorView<'a> {
             _ => None,
         }
     }
+
+    /// A matrix `[rows, columns]` of floats as `[columns, width]` in fp32, columns of 0 added. Made a few rows at a
+    /// time: a head can have hundreds of millions of elements.
+    ///
+    /// # Panics
+    /// If it is no matrix, or `width` is less than its rows.
+    pub(crate) fn transposed_floats(&self, width: usize) -> Option<Vec<f32>> {
+        const ROWS: usize = 32;
+        let [rows, columns] = self.shape()[..] else { panic!("{:?} is no matrix", self.shape()) };
+        assert!(rows <= width, "{rows} rows in a width of {width}");
+        let mut transposed = vec![0.0; columns * width];
+        let bytes = ROWS * columns * (self.info.dtype.bitsize() / 8);
+        for (panel, bytes) in self.bytes.chunks(bytes.max(1)).enumerate() {
+            let floats = TensorView { bytes, ..*self }.floats()?;
+            let first = panel * ROWS;
+            let rows = floats.len() / columns;
+            for (column, to) in transposed.chunks_exact_mut(width).enumerate() {
+                for (row, to) in to[first..first + rows].iter_mut().enumerate() {
+                    *to = floats[row * columns + column];
+                }
+            }
+        }
+        Some(transposed)
+    }
 }
 
 /// The first `kept` of each row's `stored` elements; borrowed where that is all of them.

@@ -33,11 +33,18 @@ impl Arguments {
             plan.warnings.splice(..0, checkpoint.warnings().iter().cloned());
         }
         if json {
-            return print_json(&plans);
+            let shown: Vec<ShownPlan<'_>> = (plans.iter())
+                .map(|plan| ShownPlan { plan, peak_memory: plan.peak_memory(checkpoint) })
+                .collect();
+            return print_json(&shown);
         }
         for plan in &plans {
             let table = plan_table(plan) + "\n" + &totals_line(plan);
             print::stdout(&(table + &print::warnings(&plan.warnings)))?;
+            // Not among the results: it depends on the number of threads. It doesn't hold what a calibration takes.
+            if calibration.is_none() {
+                progress.memory(plan.peak_memory(checkpoint));
+            }
         }
         Ok(())
     }
@@ -69,6 +76,9 @@ impl Arguments {
                 }
                 continue;
             };
+            if let (Some(plan), None) = (job.plan(), &calibration) {
+                progress.memory(plan.peak_memory(checkpoint));
+            }
             let mut validation = None;
             let run = |quantizer: &dyn Quantizer| {
                 job.run_and_check(checkpoint, &options, quantizer, progress, |complete| {
@@ -225,6 +235,15 @@ impl Arguments {
         };
         Ok(vec![plan.map_err(at)?])
     }
+}
+
+/// A plan and what executing it takes.
+#[derive(Serialize)]
+struct ShownPlan<'a> {
+    #[serde(flatten)]
+    plan: &'a Plan,
+    /// Bytes, of a conversion without calibration.
+    peak_memory: u64,
 }
 
 /// Where one bitrate goes.

@@ -80,6 +80,17 @@ impl Progress {
         Self { style, bar, cancel, state }
     }
 
+    /// Tells how much memory the work to come takes at most.
+    pub(super) fn memory(&self, bytes: u64) {
+        match self.style {
+            Style::None => {}
+            Style::Json => print::stderr(&serde_json::json!({ "peak_memory": bytes }).to_string()),
+            _ => {
+                self.bar.suspend(|| print::stderr(&format!("takes up to {} of memory", print::memory(bytes))))
+            }
+        }
+    }
+
     /// Takes the bar away, so that what follows stands on a line of its own.
     pub(super) fn finish(&self) {
         self.bar.finish_and_clear();

@@ -285,11 +285,13 @@ fn quantizer_source(
         Some(module) if matches!(module.layout(), Layout::Gptq(_)) => {
             checkpoint.dequantize(module)?.into_iter().map(f16::to_f32).collect()
         }
-        Some(module) => checkpoint.dense(module)?,
-        None => match checkpoint.tensor(&format!("{}.weight", planned.source)) {
-            Some(embedding) => transpose(&floats(embedding)?, n, k),
-            None => Vec::new(),
-        },
+        Some(module) if module.columns().is_some() => checkpoint.dense(module)?,
+        // A dense linear, or the embedding.
+        _ => {
+            let tensor = checkpoint.require_tensor(&format!("{}.weight", planned.source))?;
+            let weights = tensor.transposed_floats(stored).ok_or_else(|| not_a_float(tensor))?;
+            return Ok(Source::dense(weights, k, stored));
+        }
     };
     if n == stored {
         return Ok(Source::dense(weights, k, n));
@@ -315,12 +317,15 @@ fn check_round_trip(
     let unpacked = Matrix::unpack(packed.tensors(), planned.stored_out_features())
         .map_err(|source| Error::Matrix { module: module(), source })?;
     let n = source.out_features();
-    let (decoded, wanted) = (unpacked.dequantize_prescaled(decision.prescale), source.decoded());
-    let mut in_order = vec![0.0; n];
+    let decoded = unpacked.dequantize_prescaled(decision.prescale);
+    drop(unpacked);
+    // A row at a time: a head can be the largest thing in memory.
+    let (mut row_as_decoded, mut in_order) = (vec![0.0; n], vec![0.0; n]);
     let mut found = 0.0;
     for (row, decoded) in decoded.chunks_exact(n).enumerate() {
         let row = orders.rows.map_or(row, |order| order.map()[row] as usize);
-        let mut wanted = &wanted[row * n..][..n];
+        source.row(row, &mut row_as_decoded);
+        let mut wanted = &row_as_decoded;
         if let Some(columns) = orders.columns {
             in_order.iter_mut().zip(columns.map()).for_each(|(to, &column)| *to = wanted[column as usize]);
             wanted = &in_order;

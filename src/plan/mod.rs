@@ -10,6 +10,7 @@ mod fold;
 mod head;
 mod keep;
 mod losses;
+mod memory;
 mod options;
 mod overflow;
 pub mod readers;

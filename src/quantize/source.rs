@@ -184,7 +184,7 @@ impl Source {
     }
 
     /// A row of the model, as [`Source::decoded`] has it.
-    pub(super) fn row(&self, row: usize, values: &mut [f32]) {
+    pub(crate) fn row(&self, row: usize, values: &mut [f32]) {
         match &self.weights {
             Weights::Gptq(matrix) => {
                 let group = matrix.g_idx().groups()[row];
