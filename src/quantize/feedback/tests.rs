@@ -158,8 +158,10 @@ fn feedback_weighs_less_and_is_reported_as_it_is() {
         let losses = group_losses(&source, &cut, &widths[..1], &hessian, &Feedback::default());
         let losses = losses.unwrap().unwrap();
         let expected = losses.losses.iter().flatten().sum::<f64>() / losses.norm;
-        // Made of groups by themselves: it leaves out that errors make targets larger.
-        assert!((0.5..2.0).contains(&(expected / weighs)), "{bits}: {expected} {weighs}");
+        // Made of groups by themselves: it leaves out that errors make targets larger, and that they take them off the
+        // source's grid, which counts where the width holds that grid.
+        let lowest = if bits < 4 { 0.5 } else { 0.25 };
+        assert!((lowest..2.0).contains(&(expected / weighs)), "{bits}: {expected} {weighs}");
     }
 }
 
