@@ -2,12 +2,12 @@
 //! Prints what each module's errors weigh, and how long it all took.
 //!
 //! ```sh
-//! cargo run --release --example calibrated -- SOURCE OUT BITS [GROUP_SIZE [WINDOWS [DAMPING [TEXT]]]]
+//! cargo run --release --example calibrated -- SOURCE OUT BITS [GROUP_SIZE [TOKENS [DAMPING [TEXT]]]]
 //! ```
 #![allow(clippy::print_stdout)]
 
 use anyhow::Context;
-use requant::calibrate::{CalibratedQuantizer, Calibrator, DEFAULT_WINDOW, DEFAULT_WINDOWS};
+use requant::calibrate::{CalibratedQuantizer, Calibrator, DEFAULT_TOKENS};
 use requant::checkpoint::OpenOptions;
 use requant::convert::convert_with;
 use requant::formats::exl2::Bits;
@@ -22,11 +22,11 @@ use std::time::Instant;
 fn main() -> anyhow::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [source, out, bits, rest @ ..] = &arguments[..] else {
-        anyhow::bail!("usage: calibrated SOURCE OUT BITS [GROUP_SIZE [WINDOWS [DAMPING [TEXT]]]]")
+        anyhow::bail!("usage: calibrated SOURCE OUT BITS [GROUP_SIZE [TOKENS [DAMPING [TEXT]]]]")
     };
     let number = |i: usize, default: usize| rest.get(i).map_or(Ok(default), |n| n.parse());
     let bits = Bits::try_from(bits.parse::<u32>().context("BITS is no number")?)?;
-    let (group_size, count) = (number(0, 64)?, number(1, DEFAULT_WINDOWS)?);
+    let (group_size, tokens) = (number(0, 64)?, number(1, DEFAULT_TOKENS)?);
     let text = rest.get(3).map_or(Text::Calibration, |path| Text::File(path.into()));
     let mut how = Feedback::default();
     if let Some(damping) = rest.get(2) {
@@ -34,7 +34,7 @@ fn main() -> anyhow::Result<()> {
     }
     let started = Instant::now();
     let checkpoint = Checkpoint::open(source.as_ref(), &OpenOptions::default())?;
-    let windows = Windows::new(&text, &checkpoint, count * DEFAULT_WINDOW, Some(DEFAULT_WINDOW), false)?;
+    let windows = Windows::new(&text, &checkpoint, tokens, None, false)?;
     let plan = Plan::new(&checkpoint, &PlanOptions::new(Target::Uniform { bits, group_size }), &Silent)?;
     let (ops, model) = (Cpu::new(0), Model::new(&checkpoint).map_err(anyhow::Error::from)?);
     let calibrator = Calibrator::new(&ops, &model, &windows)?;

@@ -23,11 +23,8 @@ use requant_kernels::{Calibration, Error};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
-/// Windows where no number is given, and their length.
-pub const DEFAULT_WINDOWS: usize = 128;
-
-/// Tokens of a window where no number is given.
-pub const DEFAULT_WINDOW: usize = 512;
+/// Tokens to calibrate on where no number is given.
+pub const DEFAULT_TOKENS: usize = 1 << 16;
 
 /// Tokens that go through a block at a time.
 const CHUNK_TOKENS: usize = 2048;

@@ -3,7 +3,7 @@
 use super::convert::Arguments;
 use super::errors::Failure;
 use super::progress::Progress;
-use requant::calibrate::{CalibratedLosses, CalibratedQuantizer, Calibrator, DEFAULT_WINDOW};
+use requant::calibrate::{CalibratedLosses, CalibratedQuantizer, Calibrator};
 use requant::checkpoint::Checkpoint;
 use requant::convert::Quantizer;
 use requant::kernels::Cpu;
@@ -32,9 +32,7 @@ impl Calibration {
         // A model without a forward pass is refused before its text is read.
         Model::new(checkpoint).map_err(|e| at(requant::validate::Error::from(e).into()))?;
         let text = arguments.calibration_text.clone().map_or(Text::Calibration, Text::File);
-        let positions = checkpoint.config().get("max_position_embeddings").and_then(Value::as_u64);
-        let window = DEFAULT_WINDOW.min(positions.map_or(DEFAULT_WINDOW, |most| most as usize));
-        let windows = Windows::new(&text, checkpoint, arguments.calibration_tokens, Some(window), false);
+        let windows = Windows::new(&text, checkpoint, arguments.calibration_tokens, None, false);
         let instructions = SimdPath::chosen().map_err(|e| at(requant::plan::Error::from(e).into()))?.name();
         Ok(Some(Self { text, windows: windows.map_err(|e| at(e.into()))?, instructions }))
     }
@@ -56,13 +54,13 @@ impl Calibration {
         dir: &Path,
         progress: &Progress,
     ) -> Result<Vec<Plan>, requant::Error> {
-        let ops = Cpu::new(0);
         let tokens = DEFAULT_SENSITIVITY_TOKENS.min(self.windows.tokens.len());
-        let sensitivities = sensitivities(checkpoint, dir, (&self.text, tokens), &ops, progress)?;
-        let model = Model::new(checkpoint).map_err(requant::validate::Error::from)?;
-        let calibrator = Calibrator::new(&ops, &model, &self.windows)?;
-        let mut losses = CalibratedLosses::new(checkpoint, calibrator, Feedback::default(), sensitivities);
-        Plan::for_budgets_by(checkpoint, options, budgets, Some(&mut losses), progress)
+        let sensitivities = sensitivities(checkpoint, dir, (&self.text, tokens), &Cpu::new(0), progress)?;
+        self.calibrating(checkpoint, |calibrator| {
+            let how = Feedback::default();
+            let mut losses = CalibratedLosses::new(checkpoint, calibrator, how, sensitivities);
+            Plan::for_budgets_by(checkpoint, options, budgets, Some(&mut losses), progress)
+        })
     }
 
     /// Has `work` quantize with a calibration of its own.
@@ -71,9 +69,18 @@ impl Calibration {
         checkpoint: &Checkpoint,
         work: impl FnOnce(&dyn Quantizer) -> Result<T, requant::Error>,
     ) -> Result<T, requant::Error> {
+        self.calibrating(checkpoint, |calibrator| {
+            work(&CalibratedQuantizer::new(checkpoint, calibrator, Feedback::default()))
+        })
+    }
+
+    fn calibrating<T>(
+        &self,
+        checkpoint: &Checkpoint,
+        work: impl FnOnce(Calibrator<'_, Cpu>) -> Result<T, requant::Error>,
+    ) -> Result<T, requant::Error> {
         let ops = Cpu::new(0);
         let model = Model::new(checkpoint).map_err(requant::validate::Error::from)?;
-        let calibrator = Calibrator::new(&ops, &model, &self.windows)?;
-        work(&CalibratedQuantizer::new(checkpoint, calibrator, Feedback::default()))
+        work(Calibrator::new(&ops, &model, &self.windows)?)
     }
 }

@@ -5,7 +5,7 @@ use super::errors::Failure;
 use super::progress::{Progress, Style};
 use super::validate::Measure;
 use clap::ValueEnum;
-use requant::calibrate::{DEFAULT_WINDOW, DEFAULT_WINDOWS};
+use requant::calibrate;
 use requant::checkpoint::{AllOnes, Checkpoint, OpenOptions};
 use requant::formats::exl2::Bits;
 use requant::formats::gptq;
@@ -82,7 +82,7 @@ pub(super) struct Arguments {
         long,
         value_name = "N",
         requires = "calibrate",
-        default_value_t = DEFAULT_WINDOWS * DEFAULT_WINDOW
+        default_value_t = calibrate::DEFAULT_TOKENS
     )]
     #[serde(skip)]
     pub(super) calibration_tokens: usize,

@@ -1,7 +1,8 @@
 //! One module, or one dense tensor, from the source's bytes to the output's.
 
+use super::done::Outcome;
 use super::relayout;
-use super::report::{Exactness, ReportModule, TensorOrigin};
+use super::report::{Exactness, TensorOrigin};
 use super::{Calibration, Error, Made, Quantizer};
 use crate::checkpoint::{Checkpoint, Layout, Module, TensorView, transpose};
 use crate::output::{ShardWriter, TensorSpec};
@@ -23,7 +24,7 @@ pub(super) fn convert(
     quantizer: &dyn Quantizer,
     writer: &ShardWriter,
     origins: &mut Vec<TensorOrigin>,
-) -> Result<ReportModule, crate::Error> {
+) -> Result<Outcome, crate::Error> {
     let module = checkpoint.part(&planned.source, planned.columns.as_ref());
     let weight_sources: Vec<String> = match module {
         Some(module) => module
@@ -76,8 +77,7 @@ pub(super) fn convert(
         };
         origins.push(TensorOrigin { name: spec.name, sources, columns: planned.columns.clone(), exactness });
     }
-    let module = ReportModule::new(checkpoint, planned, relative_error, exactness, row_order);
-    Ok(ReportModule { calibration, ..module })
+    Ok(Outcome { relative_error, exactness, row_order, calibration })
 }
 
 /// What a bias is to be multiplied by: see [`Checkpoint::bias_factor`].

@@ -1,5 +1,6 @@
 //! `report.json`: what was converted, how exactly, and from what.
 
+use super::done::Outcome;
 use crate::arch::Columns;
 use crate::checkpoint::{Checkpoint, Layout};
 use crate::output::{ShardFile, SideFiles};
@@ -155,13 +156,8 @@ pub struct TensorOrigin {
 }
 
 impl ReportModule {
-    pub(super) fn new(
-        checkpoint: &Checkpoint,
-        planned: &PlannedModule,
-        relative_error: f64,
-        exactness: Exactness,
-        row_order: Option<Vec<u32>>,
-    ) -> Self {
+    pub(super) fn new(checkpoint: &Checkpoint, planned: &PlannedModule, outcome: Outcome) -> Self {
+        let Outcome { relative_error, exactness, row_order, calibration } = outcome;
         let before = checkpoint.part(&planned.source, planned.columns.as_ref()).map(|module| module.layout());
         let (group_size, widths, straddling_groups) = match &planned.decision {
             Decision::Kept | Decision::Dense(_) => (None, Vec::new(), 0),
@@ -197,7 +193,7 @@ impl ReportModule {
             exactness,
             relative_error,
             row_order,
-            calibration: None,
+            calibration,
             bias: planned.bias,
             options: planned.options.clone(),
             step_up: planned.step_up.clone(),

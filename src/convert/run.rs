@@ -136,19 +136,15 @@ fn convert_unit(
     followers: &mut Followers<'_, '_>,
     (quantizer, observer): (&dyn Quantizer, &dyn Observer),
 ) -> Result<Written, crate::Error> {
+    let report = |outcome: Option<Outcome>| match (unit, outcome) {
+        (Unit::Module(planned), Some(outcome)) => Some(ReportModule::new(checkpoint, planned, outcome)),
+        _ => None,
+    };
     if let Some(done) = progress.of(unit.name()) {
-        let module = match (unit, &done.outcome) {
-            (Unit::Module(planned), Some(outcome)) => {
-                let Outcome { relative_error, exactness, row_order, calibration } = outcome.clone();
-                let module = ReportModule::new(checkpoint, planned, relative_error, exactness, row_order);
-                Some(ReportModule { calibration, ..module })
-            }
-            _ => None,
-        };
-        return Ok((done.origins.clone(), module));
+        return Ok((done.origins.clone(), report(done.outcome.clone())));
     }
     let mut origins = Vec::new();
-    let module = match unit {
+    let outcome = match unit {
         Unit::Dense(tensor) => {
             module::write_dense_tensor(checkpoint, tensor, writer, &mut origins)?;
             None
@@ -157,17 +153,11 @@ fn convert_unit(
             Some(module::convert(checkpoint, plan, planned, quantizer, writer, &mut origins)?)
         }
     };
-    let outcome = module.as_ref().map(|module| Outcome {
-        relative_error: module.relative_error,
-        exactness: module.exactness,
-        row_order: module.row_order.clone(),
-        calibration: module.calibration.clone(),
-    });
-    progress.record(unit.name(), &origins, outcome, writer, followers)?;
+    progress.record(unit.name(), &origins, outcome.clone(), writer, followers)?;
     if let Unit::Module(planned) = unit {
         observer.event(&Event::Module { name: &planned.source, weights: planned.weights() });
     }
-    Ok((origins, module))
+    Ok((origins, report(outcome)))
 }
 
 /// Writes the configuration files that the output's readers look for.

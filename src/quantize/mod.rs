@@ -23,7 +23,7 @@ mod source;
 mod tests;
 
 pub use feedback::{
-    Calibrated, Feedback, GroupLosses, Hessian, NotTriangular, Uncalibrated, group_losses, output_loss,
+    Calibrated, Feedback, GroupLosses, Hessian, NotTriangular, Uncalibrated, group_losses,
     quantize_calibrated,
 };
 pub use fit::{Fit, Quantized, fit_group, fit_group_on, fit_group_with, quantize};

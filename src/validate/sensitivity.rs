@@ -3,7 +3,7 @@
 use super::{Layers, Options, SwapIn, Text, validate};
 use crate::checkpoint::{Checkpoint, OpenOptions};
 use crate::convert::{ConvertOptions, convert};
-use crate::plan::{DenseMembers, Plan, PlanOptions, Target};
+use crate::plan::{Plan, PlanOptions, Target};
 use crate::progress::Observer;
 use requant_formats::exl2::Bits;
 use requant_kernels::Operations;
@@ -44,8 +44,7 @@ fn measure<O: Operations>(
     observer: &dyn Observer,
 ) -> Result<BTreeMap<String, f64>, crate::Error> {
     let target = Target::Uniform { bits: BITS, group_size: 64 };
-    let options = PlanOptions { dense_members: DenseMembers::Quantize, ..PlanOptions::new(target) };
-    let plan = Plan::new(source, &options, observer)?;
+    let plan = Plan::new(source, &PlanOptions::new(target), observer)?;
     convert(source, &plan, dir, &ConvertOptions::default(), observer)?;
     let converted = Checkpoint::open(dir, &OpenOptions::default())?;
     let swap_in = SwapIn { layers: Layers::Matching(".".into()), tokens };

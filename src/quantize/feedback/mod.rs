@@ -82,17 +82,7 @@ pub fn quantize_calibrated(
     hessian: &Hessian,
     how: &Feedback,
 ) -> Result<Calibrated, Error> {
-    quantize_on(source, cut, bits, hessian, how, SimdPath::or_fastest())
-}
-
-fn quantize_on(
-    source: &Source,
-    cut: &Cut,
-    bits: &[Bits],
-    hessian: &Hessian,
-    how: &Feedback,
-    path: SimdPath,
-) -> Result<Calibrated, Error> {
+    let path = SimdPath::or_fastest();
     check_rows(source, hessian)?;
     let by_weights = quantize(source, cut, bits)?;
     let weights = source.decoded();
@@ -186,16 +176,6 @@ pub fn group_losses(
     Ok(Some(GroupLosses { losses, norm }))
 }
 
-/// tr(ΔᵀHΔ) of a matrix made of `source`, summed over tokens.
-///
-/// # Errors
-/// [`Error::Length`] if the Hessian has other rows than the source.
-pub fn output_loss(source: &Source, matrix: &Matrix, hessian: &Hessian) -> Result<f64, Error> {
-    check_rows(source, hessian)?;
-    let path = SimdPath::or_fastest();
-    Ok(weigh_errors(hessian, &source.decoded(), matrix, source.prescale, path))
-}
-
 /// tr(EᵀHE) for the errors of a matrix.
 fn weigh_errors(hessian: &Hessian, weights: &[f32], matrix: &Matrix, prescale: f64, path: SimdPath) -> f64 {
     let decoded = matrix.dequantize_prescaled(prescale);
@@ -287,6 +267,11 @@ struct Choice {
     index: Vec<[u8; LANES]>,
 }
 
+/// The weights of rows, for each column of a panel.
+fn lanes(weights: &[f32]) -> Vec<Lanes> {
+    weights.iter().map(|&weight| [weight; LANES]).collect()
+}
+
 impl State {
     fn new(source: &Source, order: Order, cut: &Cut, bits: &[Bits], path: SimdPath) -> Self {
         let (k, panels) = (source.k, source.n / LANES);
@@ -331,17 +316,17 @@ impl State {
             });
             let own: Vec<f32> =
                 coefficients.chunks_exact(k).flat_map(|row| &row[range.clone()]).copied().collect();
-            let choice = self.choose(group.bits, &factor.diagonal[range.clone()]);
+            let lanes = lanes(&factor.diagonal[range.clone()]);
+            let panel = |p: usize| Panel { values: &self.columns[p].targets, weights: &lanes };
+            let choice = self.choose(group.bits, panel);
             self.encode(&group, &factor.weights[range], &own, &choice);
         }
     }
 
-    /// The ceiling and scales of a group whose targets are known: those of the least weighted error from the targets.
-    fn choose(&self, bits: Bits, weights: &[f32]) -> Choice {
-        let lanes: Vec<Lanes> = weights.iter().map(|&weight| [weight; LANES]).collect();
-        let panel = |p: usize| Panel { values: &self.columns[p].targets, weights: &lanes };
+    /// The ceiling and scales of a group: those of the least weighted error from what the panels hold.
+    fn choose<'a>(&self, bits: Bits, panel: impl Fn(usize) -> Panel<'a> + Sync) -> Choice {
         let how = Search::for_bits(bits, self.grid);
-        let found = best_ceiling(self.columns.len(), panel, self.prescale, bits, &how, self.path);
+        let found = best_ceiling(self.columns.len(), &panel, self.prescale, bits, &how, self.path);
         let Some(ceiling) = found else {
             let ceiling = no_ceiling(self.prescale);
             return Choice { ceiling, index: vec![[0; LANES]; self.columns.len()] };
@@ -375,18 +360,16 @@ impl State {
     /// What a group weighs at a width when no other has an error.
     fn loss_by_itself(&self, factor: &Factor, group: &Settled, bits: Bits) -> f64 {
         let (path, range, codes) = (self.path, group.rows.clone(), code_range(bits));
-        let lanes: Vec<Lanes> = factor.diagonal[range.clone()].iter().map(|&w| [w; LANES]).collect();
+        let lanes = lanes(&factor.diagonal[range.clone()]);
         let panel = |p: usize| Panel { values: &self.columns[p].weights[range.clone()], weights: &lanes };
-        let how = Search::for_bits(bits, self.grid);
-        let found = best_ceiling(self.columns.len(), panel, self.prescale, bits, &how, path);
-        let offered = steps(found.unwrap_or_else(|| no_ceiling(self.prescale)), bits);
+        let choice = self.choose(bits, panel);
+        let offered = steps(choice.ceiling, bits);
         let (rows, apart) = (range.len(), vec![0.0; range.len() * range.len()]);
         let (mut to, mut errors) = (vec![[0; LANES]; rows], vec![[0.0; LANES]; rows]);
         let mut loss = 0.0;
-        for columns in 0..self.columns.len() {
-            let index = path.best_index(panel(columns), &offered, codes);
+        for (columns, index) in self.columns.iter().zip(&choice.index) {
             let scale = index.map(|index| offered.scale[usize::from(index)]);
-            let of = &self.columns[columns].weights[range.clone()];
+            let of = &columns.weights[range.clone()];
             let rows =
                 Rows { targets: of, base: of, weights: &factor.weights[range.clone()], coefficients: &apart };
             loss += path.encode_with_feedback(rows, &scale, codes, &mut to, &mut errors).iter().sum::<f64>();
